@@ -147,16 +147,16 @@ class StepSampler(SamplingClient):
         self, requests: List[Request], reply: Reply | None = None, on_done: OnDone | None = None
     ) -> list[Completion]:
         """See `protocols.SamplingClient.run`."""
-        begun, done, enough = list(requests), dict[int, Completion](), False
+        begun, done, left, enough = list(requests), dict[int, Completion](), list[int](), False
         self.usage = None
+
+        def receive(number: int, completion: Completion) -> bool:
+            nonlocal enough
+            enough |= on_done is not None and on_done(left[number], completion)
+            return enough
+
         while True:  # once even without requests: other processes have some, and a call is one of all processes
             left = [i for i in range(len(begun)) if i not in done]
-
-            def receive(number: int, completion: Completion, left: list[int] = left) -> bool:
-                nonlocal enough
-                enough |= on_done is not None and on_done(left[number], completion)
-                return enough
-
             for i, completion in zip(left, self._call([begun[i] for i in left], reply, receive), strict=True):
                 if completion.finish == "paused" and not enough:
                     begun[i] = replace(begun[i], so_far=completion)

@@ -50,7 +50,7 @@ class RolloutConfig(Config):
     weights_folder: Place | None = None
     """Where weights are written for the servers to load, in a folder that they see under the same path; null: `weights`
     in the run folder."""
-    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
+    timeout: Annotated[float, Field(gt=0)] = 600.0
     """Seconds in which a server has to answer a request or load weights; one that does not is asked no more."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Divides the logits, in the sampler and in the loss."""
@@ -83,7 +83,7 @@ class RolloutConfig(Config):
     sample, and saves time where guesses are right and the device is not full, such as few long completions."""
     mesh: RolloutMeshConfig | Literal["auto"] = "auto"
     """How the devices are used to sample; auto: as few to a copy of the weights as have room for it."""
-    oversample: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    oversample: Annotated[float, Field(ge=1)] = 1.0
     """How many groups a step begins for each that it trains on, such as 1.2: sampling ends when enough are complete,
     and the others are continued in the next step. Which are first depends on `slots`, `memory`, `mesh`, and how many
     processes there are."""

@@ -127,7 +127,23 @@ class RubricJudge:
                 with self._lock:  # those that failed are asked for again where they come again
                     for key in fresh:
                         self._asked.pop(key, None)
-            judged = self._compared(verdicts) if self._config.pairwise else self._scored(verdicts)
+            judged = list[Judged]()
+            if self._config.pairwise:  # the better one of two wins where both orders say so
+                for forth, back in zip(verdicts[::2], verdicts[1::2], strict=True):
+                    if isinstance(forth, Failure) or isinstance(back, Failure):
+                        judged += [Judged(forth if isinstance(forth, Failure) else back)] * 2  # pyright: ignore[reportArgumentType]
+                        continue
+                    agree = {forth["better"], back["better"]} == {*SIDES}  # the same text, at the other place
+                    first = 0.5 if not agree else 1.0 if forth["better"] == SIDES[0] else 0.0
+                    logged = {NAME: {"first": forth, "exchanged": back}}
+                    judged += [Judged(first, logged, {f"{NAME}/ties": float(not agree)}), Judged(1 - first, logged)]
+            else:
+                for verdict in verdicts:
+                    if isinstance(verdict, Failure):
+                        judged.append(Judged(verdict))
+                        continue
+                    shares = {f"{NAME}/{name}": share for name, share in rubric.shares(verdict).items()}
+                    judged.append(Judged(rubric.score(verdict), {NAME: verdict}, shares))
             return [Judged(x.score, x.logged, x.metrics, {} if i else counted) for i, x in enumerate(judged)]
 
         return ended
@@ -163,30 +179,6 @@ class RubricJudge:
                         append_rows(self._file, [{"key": keys[i], "verdict": verdict}])
             left = again
         return verdicts
-
-    def _scored(self, verdicts: List[Verdict | Failure]) -> list[Judged]:
-        """Completions with their scores, and each criterion's as a metric."""
-        judged = []
-        for verdict in verdicts:
-            if isinstance(verdict, Failure):
-                judged.append(Judged(verdict))
-                continue
-            shares = {f"{NAME}/{name}": share for name, share in self._rubric.shares(verdict).items()}
-            judged.append(Judged(self._rubric.score(verdict), {NAME: verdict}, shares))
-        return judged
-
-    def _compared(self, verdicts: List[Verdict | Failure]) -> list[Judged]:
-        """Pairs of completions, of which the better one wins where both orders say so."""
-        judged = []
-        for forth, back in zip(verdicts[::2], verdicts[1::2], strict=True):
-            if isinstance(forth, Failure) or isinstance(back, Failure):
-                judged += [Judged(forth if isinstance(forth, Failure) else back)] * 2  # pyright: ignore[reportArgumentType]
-                continue
-            agree = {forth["better"], back["better"]} == {*SIDES}  # the same text, at the other place
-            first = 0.5 if not agree else 1.0 if forth["better"] == SIDES[0] else 0.0
-            logged = {NAME: {"first": forth, "exchanged": back}}
-            judged += [Judged(first, logged, {f"{NAME}/ties": float(not agree)}), Judged(1 - first, logged)]
-        return judged
 
 
 def _text(prompt: Prompt) -> str:

@@ -167,7 +167,8 @@ def some(tokens: int, seed: int = 0) -> np.ndarray:
     return ranks[..., :3].astype(np.int16)
 
 
-ASK = Ask("one", (5, 6, 7, 8), {"max_tokens": 2}, 272, ROUTING)
+EXPECTED = Expected(272, LENGTH, None, 1.0, 1e-4, ROUTING)
+ASK = Ask("one", (5, 6, 7, 8), {"max_tokens": 2}, EXPECTED)
 RIGHT = some(5)
 """Of four tokens of a prompt and two sampled ones."""
 
@@ -179,7 +180,7 @@ def test_any_integers_are_read(dtype: Any):
     assert found.dtype == np.int16
     np.testing.assert_array_equal(found, RIGHT)
     assert experts_of({FIELD: None}, ASK, 2) is None
-    assert experts_of({FIELD: "of another model"}, replace(ASK, routing=None), 2) is None
+    assert experts_of({FIELD: "of another model"}, replace(ASK, expected=replace(EXPECTED, routing=None)), 2) is None
 
 
 @pytest.mark.parametrize("most", [200, 300])
@@ -227,7 +228,6 @@ def test_processes_tell_each_other_what_the_probe_came_to():
 
 # --- Turns ------------------------------------------------------------------------------------------------------------
 
-EXPECTED = Expected(272, LENGTH, None, 1.0, 1e-4, ROUTING)
 PROMPT = np.array([5, 6, 7], np.int32)
 
 
@@ -237,16 +237,16 @@ def answer(tokens: list[int], experts: np.ndarray | None, stopped: bool = True) 
 
 def turns_of(so_far: Completion | None = None, **settings: Any) -> Turns:
     decode = lambda ids: "".join(chr(int(i)) for i in ids)  # noqa: E731
-    return Turns(Request(PROMPT, Sampling(20, **settings), 0, so_far=so_far), LENGTH, decode)
+    return Turns(Request(PROMPT, Sampling(20, **settings), 0, so_far=so_far), 0, 0, LENGTH, decode)
 
 
 def test_a_token_keeps_what_was_recorded_first_and_later_turns_fill_in_the_rest():
     turns = turns_of()
-    assert turns.ask("x", EXPECTED).routing == ROUTING
+    assert turns.ask("x", EXPECTED).expected.routing == ROUTING
     first, second = some(4, 1), some(8, 2)
-    turns.take(answer([65, 66], first), 0)
-    turns.observe([70, 71], 0)
-    turns.take(answer([67, 68], second), 0)
+    turns.take(answer([65, 66], first))
+    turns.observe([70, 71])
+    turns.take(answer([67, 68], second))
     found = turns.completion().experts
     assert found is not None
     np.testing.assert_array_equal(found, [*first, *second[4:], np.full((2, 3), -1)])
@@ -255,24 +255,24 @@ def test_a_token_keeps_what_was_recorded_first_and_later_turns_fill_in_the_rest(
 def test_what_a_stop_string_cuts_off_is_forgotten():
     turns = turns_of(stop_strings=("B",))
     first, second = some(6, 1), some(8, 2)
-    turns.take(answer([65, 66, 67, 68], first, stopped=False), 0)
+    turns.take(answer([65, 66, 67, 68], first, stopped=False))
     assert turns.completion().tokens.tolist() == [65, 66]
     np.testing.assert_array_equal(turns.completion().experts, first[:5])
-    turns.observe([70, 71], 0)
-    turns.take(answer([72, 73], second), 0)
+    turns.observe([70, 71])
+    turns.take(answer([72, 73], second))
     found = turns.completion().experts
     np.testing.assert_array_equal(found, [*first[:5], *second[5:], np.full((2, 3), -1)])
 
 
 def test_a_completion_that_goes_on_keeps_what_it_had_and_gaps_stay_unknown():
     before = turns_of()
-    before.take(answer([65, 66], some(4, 1)), 0)
-    before.observe([70, 71], 0)
+    before.take(answer([65, 66], some(4, 1)))
+    before.observe([70, 71])
     so_far = before.completion()
     assert so_far.experts is not None
     after = turns_of(so_far)
     np.testing.assert_array_equal(after.completion().experts, so_far.experts)
-    after.take(answer([67], None), 0)  # this server tells nothing
+    after.take(answer([67], None))  # this server tells nothing
     found = after.completion().experts
     np.testing.assert_array_equal(found, [*some(4, 1), *np.full((4, 2, 3), -1)])
     assert turns_of().completion().experts is None

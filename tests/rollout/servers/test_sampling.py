@@ -16,7 +16,7 @@ from tests.fake_vllm import FakeVLLM
 from tests.marks import slow
 from tests.rollout.servers.conftest import PROMPTS, WARM, Policy, engine, flat, scored
 from tunix.errors import UserError
-from tunix.rollout.servers.protocol import ID, IMPOSSIBLE, Answer, Ask, Unfit, answered, settings
+from tunix.rollout.servers.protocol import ID, IMPOSSIBLE, Answer, Ask, Expected, Unfit, answered, settings
 from tunix.types import Completion, Request, Restart, Sampling, requests_of
 
 # --- What a server samples ------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def listing(sampled: int, listed: dict[int, float]) -> Answer:
         "logprobs": {"token_logprobs": [log(listed[sampled])], "top_logprobs": [named]},
     }
     asked = settings(Sampling(4, top_k=2).for_training, 4, seed=0)
-    return answered({"id": "cmpl-a", "choices": [choice]}, Ask("a", (1,), asked, 9))
+    return answered({"id": "cmpl-a", "choices": [choice]}, Ask("a", (1,), asked, Expected(9, 8, None, 1.0, 1e-4)))
 
 
 def test_an_id_as_likely_as_the_last_of_the_set_is_of_the_set():
@@ -247,7 +247,6 @@ def test_what_a_server_does_not_answer_is_asked_elsewhere_once(
     assert [one.tokens.tolist() for one in found] == whole
     assert sorted(arrived) == list(range(12))
     assert sampler.pool.servers[0].reason is not None
-    assert sampler.pool.again > 0
     assert caplog.text.count("is asked no more") == 1
     assert sampler.pool.servers[0].url in caplog.text
     # It is left alone until weights are handed over, and then asked again if it is well.

@@ -279,8 +279,25 @@ class Batch:
             new = None if tokens is None else self.slots.observe(slot, np.asarray(tokens, np.int32), restart)
             if new is None:
                 self._complete(slot)
-            else:
-                self._observed(slot, new, before)
+                continue
+            episode, held, shard = self.slots.episodes[slot], int(self.slots.held[slot]), self.page_tables.shard(slot)
+            # States hold the last token already. They cannot go back to it, nor to the one before.
+            if self.sizes.chunk is not None and (restart or self.slots.beyond[slot] or len(new) == 1):
+                self._preempt(slot)
+                continue
+            if before is not None:  # the pages of what both transcripts begin with are kept
+                kept = self.page_tables.rewind(slot, min(in_common(before, new), len(new) - 1))
+                if kept and (experts := self.slots.completion(slot, self.version).experts) is not None:
+                    # They are not computed again: their experts are those of the transcript before.
+                    first = episode.begin - len(before)
+                    episode.experts.append(Known.of(experts[first : first + kept], episode.begin))
+                new = new[kept:]
+            elif self.sizes.chunk is not None:
+                new = new[1:]
+            if self._has_room(slot, held):  # else it has made room for others
+                self.page_tables.cover(slot, held - len(new), held, windows=False)
+                job = Job(slot, new, held - len(new), episode.adapter, pictures=episode.pictures(held))
+                self.jobs[shard].append(job)
 
     def _queue(self, requests: Sequence[Request]) -> None:
         """Queues requests, numbered on."""
@@ -327,69 +344,73 @@ class Batch:
             del self.expected[key]
 
     def _admit(self) -> None:
-        """Fills free slots from the queue, in its order, as far as there are pages."""
-        shards, of_shard = range(self.sizes.shards), self.sizes.slots_of_shard
+        """Fills free slots from the queue, in its order, as far as there are pages; queues what has to be computed."""
+        shards, of_shard, tables = range(self.sizes.shards), self.sizes.slots_of_shard, self.page_tables
         idle = np.ones((len(shards), of_shard), bool)
         idle.flat[list(self.slots.episodes)] = False
         while self.waiting:
             episode, taken = self.waiting[0], (of_shard - idle.sum(axis=1)).tolist()
-            owner = self._owner_shard(episode.key) if episode.so_far is None else None
-            kept = self._kept(episode) if episode.so_far is None and owner is None else None
+            key, again, owner = episode.key, episode.so_far is not None, None
+            if not again:  # the shard that has its prompt, or will have computed it
+                if key in tables.prefixes:
+                    owner = tables.prefixes[key].shard
+                elif key in self.leaders:
+                    owner = tables.shard(self.leaders[key].slot)
+            kept = None if again or owner is not None else self._kept(episode)
             nearest = owner if kept is None else kept[0].shard
-            tokens = len(episode.request.prompt) + (0 if episode.so_far is None else len(episode.so_far.tokens))
+            length = len(episode.request.prompt) + (0 if episode.so_far is None else len(episode.so_far.tokens))
             # Every slot at work may want one more page soon, but those that have all they will ever need.
             held, page = self.slots.held, self.sizes.page
             grows = ~idle.ravel() if self._reply else -(-(held + self.slots.left) // page) > -(-held // page)
             spare = grows.reshape(idle.shape).sum(axis=1).tolist()
             # Beside the pages of its prompt, or of what it begins with, or where most slots are free.
             for shard in sorted(shards, key=lambda shard: (shard != nearest, taken[shard])):
-                more, shared = spare[shard], shard == owner
-                if taken[shard] < of_shard and self.page_tables.fits(shard, tokens + 1, more, shared=shared):
-                    slot = shard * of_shard + int(idle[shard].argmax())
-                    self._enter(slot, self.waiting.popleft())
-                    idle.flat[slot] = False
+                if taken[shard] < of_shard and tables.fits(shard, length + 1, spare[shard], shared=shard == owner):
                     break
             else:
                 if self.slots.episodes:
                     return
                 # Only prompts that are kept can be in the way.
-                self.page_tables.forget(next(iter(self.page_tables.prefixes)))
-
-    def _owner_shard(self, key: tuple) -> int | None:
-        """The shard that has a prompt, or will have computed it."""
-        if key in self.page_tables.prefixes:
-            return self.page_tables.prefixes[key].shard
-        return self.page_tables.shard(self.leaders[key].slot) if key in self.leaders else None
-
-    def _enter(self, slot: int, episode: Episode) -> None:
-        """Puts an episode into a slot, and queues what has to be computed for it."""
-        key, again, tables = episode.key, episode.so_far is not None, self.page_tables
-        owner, tokens = None if again else self._owner_shard(key), self.slots.admit(slot, episode)
-        kept = self._kept(episode) if not again and owner is None else None
-        pictures, shard = episode.pictures(len(tokens)), tables.shard(slot)
-        job = Job(slot, tokens, 0, episode.adapter, pictures=pictures, scores=episode.scores)
-        if not again:
-            self._enters(key)
-        if owner != shard:
-            if kept is not None and kept[0].shard == shard:
-                self._begin_with(kept, job)
-            tables.cover(slot, job.start, len(tokens), windows=False)
-            self.jobs[shard].append(job)
+                tables.forget(next(iter(tables.prefixes)))
+                continue
+            self.waiting.popleft()
+            slot = shard * of_shard + int(idle[shard].argmax())
+            idle.flat[slot] = False
+            tokens = self.slots.admit(slot, episode)
+            pictures = episode.pictures(len(tokens))
+            job = Job(slot, tokens, 0, episode.adapter, pictures=pictures, scores=episode.scores)
             if not again:
-                self.leaders[key] = job
-        elif key in tables.prefixes:  # all that is left to compute is the state of the last token
-            prefix = tables.prefixes[key]
-            episode.experts += prefix.experts
-            job.copies = tables.adopt(slot, prefix.held, len(tokens))
-            job.reads = tables.share(shard, prefix.held)
-            job.tokens, job.start = tokens[-1:], len(tokens) - 1
-            if not self.expected[key]:
-                tables.forget(key)
-            self.jobs[shard].append(job)
-        else:
-            leader = self.leaders[key]
-            leader.copies += tables.adopt(slot, tables.held(leader.slot), len(tokens), windows=False)
-            leader.followers.append(slot)
+                self._enters(key)
+            if owner != shard:
+                # Looked for once more: what is kept may have made room for it.
+                kept = None if again or owner is not None else self._kept(episode)
+                if kept is not None and kept[0].shard == shard:
+                    ended, number = kept
+                    tables.share(shard, ended.held)  # it may have to make room for the pages that are copied
+                    self.prefix_hits.append((ended, tables.adopt(slot, ended.held, number)))
+                    if len(self.prefix_hits) == COPIES or any(window is not None for window in self.sizes.windows):
+                        self._copy_prefix_hits()  # layers with a window have no pages to spare for what is to be copied
+                    tables.leave(slot, number)
+                    job.tokens, job.start = tokens[number:], number
+                    if ended.experts is not None:
+                        job.experts.append(Known.of(ended.experts[:number], 0))
+                tables.cover(slot, job.start, len(tokens), windows=False)
+                self.jobs[shard].append(job)
+                if not again:
+                    self.leaders[key] = job
+            elif key in tables.prefixes:  # all that is left to compute is the state of the last token
+                prefix = tables.prefixes[key]
+                episode.experts += prefix.experts
+                job.copies = tables.adopt(slot, prefix.held, len(tokens))
+                job.reads = tables.share(shard, prefix.held)
+                job.tokens, job.start = tokens[-1:], len(tokens) - 1
+                if not self.expected[key]:
+                    tables.forget(key)
+                self.jobs[shard].append(job)
+            else:
+                leader = self.leaders[key]
+                leader.copies += tables.adopt(slot, tables.held(leader.slot), len(tokens), windows=False)
+                leader.followers.append(slot)
 
     def _kept(self, episode: Episode) -> tuple[Ended, int] | None:
         """A sequence that has ended, and how many tokens of it the prompt of a request begins with; None without any.
@@ -398,18 +419,6 @@ class Batch:
         if self._pull is None or self.sizes.chunk is not None or whole:
             return None
         return self.page_tables.find(np.asarray(episode.request.prompt, np.int32), episode.request.adapter)
-
-    def _begin_with(self, kept: tuple[Ended, int], job: Job) -> None:
-        """Has a job, whose slot holds nothing yet, begin behind the tokens that a kept sequence has already."""
-        tables, (ended, tokens) = self.page_tables, kept
-        tables.share(ended.shard, ended.held)  # it may have to make room for the pages that are copied
-        self.prefix_hits.append((ended, tables.adopt(job.slot, ended.held, tokens)))
-        if len(self.prefix_hits) == COPIES or any(window is not None for window in self.sizes.windows):
-            self._copy_prefix_hits()  # layers with a window have no pages to spare for what is to be copied
-        tables.leave(job.slot, tokens)
-        job.tokens, job.start = job.tokens[tokens:], tokens
-        if ended.experts is not None:
-            job.experts.append(Known(Recorded(ended.experts[None, :tokens]), 0, 0, tokens, 0))
 
     def _copy_prefix_hits(self) -> None:
         """Copies the pages that slots begin with, of sequences that are kept, and will write to."""
@@ -568,31 +577,6 @@ class Batch:
         """Takes an episode out of its slot; it is the next to enter one, where all of its tokens are computed."""
         self.waiting.appendleft(self.slots.suspend(slot, self.version))
         self.page_tables.release(slot)
-
-    def _observed(self, slot: int, new: np.ndarray, before: np.ndarray | None = None) -> None:
-        """Queues the tokens `[T]` of an observation, unless the slot has to make room for others; or of another
-        transcript than `before` `[T]`, of which the pages of what both begin with are kept."""
-        episode, held, shard = self.slots.episodes[slot], int(self.slots.held[slot]), self.page_tables.shard(slot)
-        if before is not None:
-            if self.sizes.chunk is not None:
-                self._preempt(slot)
-                return
-            kept = self.page_tables.rewind(slot, min(in_common(before, new), len(new) - 1))
-            if kept and (experts := self.slots.completion(slot, self.version).experts) is not None:
-                # They are not computed again: their experts are those of the transcript before.
-                first = episode.begin - len(before)
-                episode.experts.append(Known(Recorded(experts[None, first : first + kept]), 0, 0, kept, episode.begin))
-            new = new[kept:]
-        elif self.sizes.chunk is not None:
-            # States hold the last token already. They cannot go back to it, nor to the one before.
-            if self.slots.beyond[slot] or len(new) == 1:
-                self._preempt(slot)
-                return
-            new = new[1:]
-        if not self._has_room(slot, held):
-            return
-        self.page_tables.cover(slot, held - len(new), held, windows=False)
-        self.jobs[shard].append(Job(slot, new, held - len(new), episode.adapter, pictures=episode.pictures(held)))
 
     def _complete(self, slot: int) -> None:
         """Ends a request."""

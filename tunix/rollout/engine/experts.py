@@ -51,6 +51,11 @@ class Known(NamedTuple):
     position: int
     """Position of the first of them in the sequence."""
 
+    @classmethod
+    def of(cls, experts: np.ndarray, position: int) -> "Known":
+        """What is here already: the experts `[T L k]` of tokens from a position on."""
+        return cls(Recorded(experts[None]), 0, 0, len(experts), position)
+
 
 def of_sequence(prompt: int, after: np.ndarray | None, known: Sequence[Known]) -> np.ndarray | None:
     """`[T L k]` int16, the experts of a prompt of so many tokens and of those after it; None for a model without.

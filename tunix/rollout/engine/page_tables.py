@@ -114,12 +114,15 @@ class PageTables:
         self.sizes = sizes
         kinds = range(len(sizes.windows))
         self._pools = [[Pool(number) for _ in range(sizes.shards)] for number in sizes.pages]
-        every = list(zip(kinds, self._pools, sizes.windows, strict=True))
-        self._kinds: dict[bool | None, list[tuple[int, list[Pool], int | None]]] = {
-            windows: [of for of in every if windows is None or windows == (of[2] is not None)]
+        self._kinds: dict[bool | None, list[tuple[int, list[Pool]]]] = {
+            windows: [
+                (kind, self._pools[kind])
+                for kind, window in enumerate(sizes.windows)
+                if windows is None or windows == (window is not None)
+            ]
             for windows in (None, True, False)
         }
-        """Number, pools and window of all kinds of layers, of those with a window, and of those without."""
+        """Number and pools of all kinds of layers, of those with a window, and of those without."""
         self._held: list[list[Held]] = [[{} for _ in range(sizes.slots)] for _ in kinds]
         self._tables = [np.full((sizes.slots, sizes.columns(kind)), -1, np.int32) for kind in kinds]
         self._firsts = [np.zeros(sizes.slots, np.int32) for _ in kinds]
@@ -144,20 +147,20 @@ class PageTables:
         if not self._kinds[False]:
             return False
         shard = self.shard(slot)
-        held = min(len(self._held[kind][slot]) for kind, _, _ in self._kinds[False])
+        held = min(len(self._held[kind][slot]) for kind, _ in self._kinds[False])
         need = max(-(-tokens // self.sizes.page) - held, 0)
         self._evict(shard, need, windows=False)
-        return need > min(min(len(pools[shard].free), self._left(kind, shard)) for kind, pools, _ in self._kinds[False])
+        return need > min(min(len(pools[shard].free), self._left(kind, shard)) for kind, pools in self._kinds[False])
 
     def fits(self, shard: int, tokens: int, spare: int, *, shared: bool) -> bool:
         """Whether a shard has pages for another sequence of so many tokens, of which all but the last page may be
         shared, and some to spare."""
         pages = -(-tokens // self.sizes.page)
-        if any(self._left(kind, shard) < pages + spare for kind, _, _ in self._kinds[False]):
+        if any(self._left(kind, shard) < pages + spare for kind, _ in self._kinds[False]):
             return False
         need = (1 if shared else pages) + spare
         self._evict(shard, need, windows=False)
-        return all(len(pools[shard].free) >= need for _, pools, _ in self._kinds[False])
+        return all(len(pools[shard].free) >= need for _, pools in self._kinds[False])
 
     def _left(self, kind: int, shard: int) -> int:
         """Pages that slots of a shard may hold beside those that they hold: where a dispatch gathers the pages of its
@@ -179,7 +182,7 @@ class PageTables:
     def cover(self, slot: int, start: int, stop: int, *, windows: bool | None = None) -> None:
         """Takes the pages of positions `start` to `stop` - 1, which are free; `windows` says whether only for layers
         with a window, or only for those without."""
-        for kind, _, _ in self._kinds[windows]:
+        for kind, _ in self._kinds[windows]:
             held = self._held[kind][slot]
             for index in range(start // self.sizes.page, -(-stop // self.sizes.page)):
                 if index not in held:
@@ -189,15 +192,14 @@ class PageTables:
     def covers(self, slot: int, start: int, stop: int, spare: int) -> bool:
         """Whether layers with a window have free pages for these positions of a slot, and so many to spare."""
         indices = set(range(start // self.sizes.page, -(-stop // self.sizes.page)))
-        missing = [(len(indices - self._held[kind][slot].keys()), pools) for kind, pools, _ in self._kinds[True]]
+        missing = [(len(indices - self._held[kind][slot].keys()), pools) for kind, pools in self._kinds[True]]
         self._evict(self.shard(slot), max((number for number, _ in missing), default=0) + spare, windows=True)
         return all(number + spare <= len(pools[self.shard(slot)].free) for number, pools in missing)
 
     def leave(self, slot: int, position: int) -> None:
         """Lets the pages go that no token from this position on sees."""
-        for kind, pools, window in self._kinds[True]:
-            assert window is not None
-            held, first = self._held[kind][slot], max(0, position - window + 1) // self.sizes.page
+        for kind, pools in self._kinds[True]:
+            held, first = self._held[kind][slot], self.sizes.first_seen(kind, position)
             left = [index for index in held if index < first]
             for index in left:
                 pools[self.shard(slot)].drop(held.pop(index))
@@ -208,11 +210,10 @@ class PageTables:
         """Lets the pages behind a slot's first tokens go; how many of these it still holds, in whole pages, which other
         sequences may share: none where a window has left what the next token sees."""
         full, page = tokens // self.sizes.page, self.sizes.page
-        for kind, _, window in self._kinds[None]:
-            first = 0 if window is None else max(0, full * page - window + 1) // page
-            if not self._held[kind][slot].keys() >= {*range(first, full)}:
+        for kind, held in enumerate(self.held(slot)):
+            if not held.keys() >= {*range(self.sizes.first_seen(kind, full * page), full)}:
                 full = 0
-        for kind, pools, _ in self._kinds[None]:
+        for kind, pools in self._kinds[None]:
             held = self._held[kind][slot]
             for index in [index for index in held if index >= full or not full]:
                 pools[self.shard(slot)].drop(held.pop(index))
@@ -236,8 +237,8 @@ class PageTables:
     def _seen(self, slot: int, tokens: int) -> tuple[Held, ...]:
         """The pages of a slot's first tokens that the next token sees."""
         last, held = (tokens - 1) // self.sizes.page, []
-        for window, pages in zip(self.sizes.windows, self.held(slot), strict=True):
-            first = 0 if window is None else max(0, tokens - window) // self.sizes.page
+        for kind, pages in enumerate(self.held(slot)):
+            first = self.sizes.first_seen(kind, tokens - 1)
             held.append({index: page for index, page in pages.items() if first <= index <= last})
         return tuple(held)
 
@@ -272,25 +273,23 @@ class PageTables:
         """The kept sequence that has most tokens in common with the beginning of a prompt `[T]`, which is used now, and
         how many they are, without the last of the prompt; None where it is not worth a copy."""
         for block in reversed(self._block_hashes(tokens[:-1], adapter)):
-            common = {ended: in_common(ended.tokens, tokens[:-1]) for ended in self._by_block.get(block, ())}
-            usable = [x for x, number in common.items() if number >= self._block and self._holds(x, number)]
+            usable = dict[Ended, int]()
+            for ended in self._by_block.get(block, ()):
+                number = in_common(ended.tokens, tokens[:-1])
+                stop = -(-number // self.sizes.page)
+                seen = ({*range(self.sizes.first_seen(kind, number), stop)} for kind in range(len(ended.held)))
+                holds_all = all(held.keys() >= pages for held, pages in zip(ended.held, seen, strict=True))
+                if number >= self._block and holds_all:
+                    usable[ended] = number
             if usable:
-                best = max(usable, key=common.__getitem__)
+                best = max(usable, key=usable.__getitem__)
                 self._ended[best] = self._ended.pop(best)
-                return best, common[best]
+                return best, usable[best]
         return None
-
-    def _holds(self, ended: Ended, tokens: int) -> bool:
-        """Whether a kept sequence has all pages that what follows its first tokens sees."""
-        stop = -(-tokens // self.sizes.page)
-        starts = (
-            0 if window is None else max(0, tokens - window + 1) // self.sizes.page for window in self.sizes.windows
-        )
-        return all(pages.keys() >= {*range(start, stop)} for start, pages in zip(starts, ended.held, strict=True))
 
     def _evict(self, shard: int, need: int, *, windows: bool) -> None:
         """Lets kept sequences go until so many pages of each of these kinds are free, or none is kept."""
-        for _, pools, _ in self._kinds[windows]:
+        for _, pools in self._kinds[windows]:
             while len(pools[shard].free) < need and (kept := [x for x in self._ended if x.shard == shard]):
                 self._let_go(kept[0])
 
@@ -325,7 +324,7 @@ class PageTables:
         that it will write to is a copy. `windows` as for `cover`."""
         # Under the place of the last token a head that drafts will keep the token after it.
         full, shard, copies = (tokens - self.sizes.mtp) // self.sizes.page, self.shard(slot), []
-        for kind, pools, _ in self._kinds[windows]:
+        for kind, pools in self._kinds[windows]:
             adopted = self._held[kind][slot]
             for index, page in source[kind].items():
                 if index < full:

@@ -141,8 +141,24 @@ class Piece:
             last, copied = job.start + number, copied + len(job.followers)
             if begin and not self.page_tables.covers(job.slot, max(job.start, last - longest), last, copied):
                 break
-            if not self._visit(row, begin, number, job):
+            # What the tokens see of earlier ones: each block of them a page after the other.
+            size, reads = block_of(self.length), self.page_tables.held(job.slot) if job.reads is None else job.reads
+            blocks, earlier = np.arange(begin // size, (begin + number - 1) // size + 1, dtype=np.int32), []
+            for kind, held in enumerate(reads):
+                first = sizes.first_seen(kind, job.start)
+                earlier.append([index for index in held if first <= index and index * sizes.page < job.start])
+            if any(
+                visits.number[row] + len(indices) * len(blocks) > visits.blocks.shape[1]
+                for indices, visits in zip(earlier, inputs.visits, strict=True)
+            ):
                 break
+            for held, indices, visits in zip(reads, earlier, inputs.visits, strict=True):
+                pages = np.tile(np.array([held[index] for index in indices], np.int32), len(blocks))
+                visit = np.s_[row, visits.number[row] : visits.number[row] + len(pages)]
+                visits.blocks[visit], visits.pages[visit] = np.repeat(blocks, len(indices)), pages
+                visits.starts[visit] = np.tile(np.array(indices, np.int32) * sizes.page, len(blocks))
+                visits.owners[visit] = len(self.parts) + 1
+                visits.number[row] += len(pages)
             at, positions = np.s_[row, begin : begin + number], np.arange(job.start, last)
             inputs.tokens[at], inputs.positions[at] = job.tokens[:number], positions
             inputs.ids[at], inputs.begins[at] = len(self.parts) + 1, job.start
@@ -205,28 +221,6 @@ class Piece:
             for slot in (job.slot, *job.followers):
                 self.page_tables.leave(slot, job.start - 1)
         return [job for job, *_ in done], copy_calls(copies)
-
-    def _visit(self, row: int, begin: int, number: int, job: Job) -> bool:
-        """Notes what the next tokens of a job see of earlier ones; whether there was room for it."""
-        if not job.start:
-            return True
-        size, new = block_of(self.length), []
-        blocks = np.arange(begin // size, (begin + number - 1) // size + 1, dtype=np.int32)
-        reads = self.page_tables.held(job.slot) if job.reads is None else job.reads
-        for held, window, visits in zip(reads, self.sizes.windows, self.inputs.visits, strict=True):
-            first = 0 if window is None else max(0, job.start - window + 1) // self.sizes.page
-            seen = [index for index in held if first <= index and index * self.sizes.page < job.start]
-            if visits.number[row] + len(seen) * len(blocks) > visits.blocks.shape[1]:
-                return False
-            new.append(seen)
-        for held, seen, visits in zip(reads, new, self.inputs.visits, strict=True):
-            pages = np.tile(np.array([held[index] for index in seen], np.int32), len(blocks))
-            starts = np.tile(np.array(seen, np.int32) * self.sizes.page, len(blocks))
-            at = np.s_[row, visits.number[row] : visits.number[row] + len(pages)]
-            visits.blocks[at], visits.pages[at], visits.starts[at] = np.repeat(blocks, len(seen)), pages, starts
-            visits.owners[at] = len(self.parts) + 1
-            visits.number[row] += len(pages)
-        return True
 
 
 def copy_calls(copies: Sequence[Sequence[Sequence[Copy]]]) -> list[tuple[Copies, ...]]:

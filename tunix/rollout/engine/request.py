@@ -13,7 +13,7 @@ import numpy as np
 
 from tunix.errors import UserError
 from tunix.models.config import VisionConfig
-from tunix.rollout.engine.experts import Known, Recorded, of_sequence
+from tunix.rollout.engine.experts import Known, of_sequence
 from tunix.types import Completion, Pictures, Request, TokenScores
 
 Decode = Callable[[Sequence[int]], str]
@@ -82,13 +82,11 @@ class StopText:
         self._reach = max(len(string.encode()) for string in strings) + SPARE
         self._start = 0
 
-    def restart(self) -> None:
-        """A turn begins."""
-        self._start = 0
-
     def find(self, turn: np.ndarray, new: int) -> int | None:
         """How many tokens of the turn `[T]` there are when a stop string is complete; None where there is none. The
         last `new` of them were not looked at before."""
+        if new == len(turn):  # it begins
+            self._start = 0
         if not self._within(turn[self._start :]):
             # The tail gets shorter, while its text can still hold all but the last character of a stop string.
             start = len(turn) - self._reach
@@ -104,11 +102,11 @@ class StopText:
 
 @dataclass
 class Episode:
-    """A request that is being answered; its tokens are in its slot."""
+    """A request that is being answered; whoever answers it holds its tokens."""
 
     request: Request
     number: int
-    """Its index among the requests of one call of `Engine.run`."""
+    """Its index among the requests of one call of `SamplingClient.run`."""
     stop_text: StopText | None
     """What looks for its stop strings; None where it has none."""
     adapter: int = 0
@@ -141,7 +139,7 @@ class Episode:
             self.restarts = list(before.restarts)
             self.top = [] if before.top is None else [before.top]
             if before.experts is not None:
-                self.experts = [Known(Recorded(before.experts[None, :prompt]), 0, 0, prompt, 0)]
+                self.experts = [Known.of(before.experts[:prompt], 0)]
 
     @property
     def key(self) -> tuple:
@@ -164,6 +162,15 @@ class Episode:
         """Keeps the alternatives `[T A]` of some tokens, where the request wants them."""
         if n := self.request.sampling.top_logprobs:
             self.top.append((ids[:, :n].copy(), logprobs[:, :n].copy()))
+
+    def observe(self, start: int, end: int, restart: bool) -> None:
+        """Opens the next turn, behind an observation that is tokens `start` to `end` - 1 of those after the prompt, and
+        the prompt of another transcript where it is a restart."""
+        self.restarts += [start] if restart else []
+        n = self.request.sampling.top_logprobs
+        self.keep_top(np.zeros((end - start, n), np.int32), np.zeros((end - start, n), np.float32))
+        self.turns.append((end, 0))
+        self.ended = None
 
     def completion(
         self, tokens: np.ndarray, logprobs: np.ndarray, version: int, experts: np.ndarray | None

@@ -164,6 +164,11 @@ class Sizes:
         whole, window, most = -(-self.max_length // self.page), self.windows[kind], (1 + self.ahead) * self.steps
         return whole if window is None else min(whole, -(-(window + most) // self.page) + 1)
 
+    def first_seen(self, kind: int, position: int) -> int:
+        """Index within its sequence of the first page that a token at a position sees, in a kind of layer."""
+        window = self.windows[kind]
+        return 0 if window is None else max(0, position - window + 1) // self.page
+
     def visits(self, piece: int, kind: int) -> int:
         """Vi for a piece: each of its blocks may see all pages of one sequence."""
         return piece // block_of(piece) * min(-(-self.max_length // self.page), self.columns(kind) + 1)

@@ -144,7 +144,16 @@ class Slots:
         last = draws.tokens[counts - 1, np.arange(len(counts))]
         stopped = (counts > 0) & np.any(last[:, None] == self._flow.stops[slots], axis=1)
         for row in map(int, np.flatnonzero(self._looked_at[slots] & (counts > 0))):
-            stopped[row] |= self._look(int(slots[row]), row, draws)
+            slot = int(slots[row])
+            episode, before, end = self.episodes[slot], int(self._before[slot]), int(self._written[slot])
+            start, end_of_stop = episode.turns[-1][0], None
+            if episode.stop_text is not None:
+                end_of_stop = episode.stop_text.find(self._tokens[slot, start:end], end - before)
+            if end_of_stop is not None:  # what was sampled behind it is dropped
+                self._count(slot, start + end_of_stop - end)
+                stopped[row] = self.beyond[slot] = True
+            kept = int(self._written[slot]) - before
+            episode.keep_top(np.asarray(draws.top_ids[:kept, row]), np.asarray(draws.top_logprobs[:kept, row]))
         ended = []
         for row in map(int, np.flatnonzero(stopped | ((counts > 0) & (self.left[slots] <= 0)))):
             slot = int(slots[row])
@@ -183,13 +192,7 @@ class Slots:
             self._experts[slot, start:end] = UNKNOWN
         self._written[slot], self.left[slot] = end, min(more, room)
         self.held[slot] = len(observation) if restart else self.held[slot] + len(observation)
-        episode.restarts += [start] if restart else []
-        n = episode.request.sampling.top_logprobs
-        episode.keep_top(np.zeros((end - start, n), np.int32), np.zeros((end - start, n), np.float32))
-        episode.turns.append((end, 0))
-        episode.ended = None
-        if episode.stop_text is not None:
-            episode.stop_text.restart()
+        episode.observe(start, end, restart)
         if self._drafts is not None:
             self._drafts.write(np.array([slot]), observation[None], np.array([len(observation)]))
         return self._tokens[slot, start - (not restart) : end].copy()
@@ -200,20 +203,6 @@ class Slots:
         tokens, logprobs = self._tokens[slot, :number].copy(), self._logprobs[slot, :number].copy()
         experts = None if self._experts is None else self._experts[slot, :number].copy()
         return episode.completion(tokens, logprobs, version, experts)
-
-    def _look(self, slot: int, row: int, draws: Draw) -> bool:
-        """Drops what a dispatch sampled behind a stop string, and keeps alternatives; whether there was a stop string.
-        `row` is the slot's place in the dispatch."""
-        episode, before, end = self.episodes[slot], int(self._before[slot]), int(self._written[slot])
-        start, end_of_stop = episode.turns[-1][0], None
-        if episode.stop_text is not None:
-            end_of_stop = episode.stop_text.find(self._tokens[slot, start:end], end - before)
-        if end_of_stop is not None:
-            self._count(slot, start + end_of_stop - end)
-            self.beyond[slot] = True
-        kept = int(self._written[slot]) - before
-        episode.keep_top(np.asarray(draws.top_ids[:kept, row]), np.asarray(draws.top_logprobs[:kept, row]))
-        return end_of_stop is not None
 
     def _begin(self, slot: int) -> None:
         """A turn begins, or is over until the next one: what is on its way is not the slot's any more."""

@@ -44,7 +44,7 @@ class AgentConfig(Config):
     (policy) and TUNIX_ROW, the path of a file that has the row as JSON."""
     concurrency: Positive = 32
     """Programs that run at a time, at most, in each process of the run."""
-    deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
+    deadline: Annotated[float, Field(gt=0)] = 600.0
     """Seconds that an episode may take; after that the program and all that it has started are killed, and the episode
     counts as failed."""
     reward: Literal["exit", "file"] | None = "exit"
@@ -87,7 +87,7 @@ class EnvironmentConfig(Config):
     """Arguments of its constructor, such as {guesses: 5}."""
     turns: Positive = 16
     """Turns of the model in an episode at most; an environment that has not ended by then counts as failed."""
-    deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
+    deadline: Annotated[float, Field(gt=0)] = 10.0
     """Seconds that a call of its constructor, reset or step may take; after that the episode counts as failed, and its
     worker is replaced. What a worker makes first may import and load, for 120 seconds at most."""
     workers: Positive | None = None

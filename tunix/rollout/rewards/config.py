@@ -63,7 +63,7 @@ class JudgeConfig(Config):
     """Tokens of a verdict at most."""
     concurrency: Positive = 32
     """Verdicts that are asked for at a time."""
-    deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
+    deadline: Annotated[float, Field(gt=0)] = 120.0
     """Seconds in which a server has to answer, further attempts included; then the sample fails."""
     served: str | None = None
     """Name of the model on the server; null: the only one that it lists."""
@@ -122,7 +122,7 @@ class RewardConfig(Config):
     twice that where its tokenizer is not the policy's; a longer completion fails."""
     judge: JudgeConfig | None = None
     """A language model that scores by a rubric, in addition, under the name `judge`."""
-    deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
+    deadline: Annotated[float, Field(gt=0)] = 10.0
     """Seconds that a call may take; after that the sample counts as failed and the worker process is replaced, of which
     there are as many as cores, at most 8."""
 

@@ -62,7 +62,7 @@ async def inspect(server: Server, expected: Expected) -> None:
             f"its prompts with completions have {longest} tokens at most, and those of this run {expected.length}: "
             f"start it with --max-model-len {expected.length}, or lower data.max_length"
         )
-    last = Ask("tunix-vocabulary", (expected.vocab_size - 1,), settings(Sampling(1), 1, 0), expected.vocab_size)
+    last = Ask("tunix-vocabulary", (expected.vocab_size - 1,), settings(Sampling(1), 1, 0), expected)
     try:
         await server.complete(last)
     except Refused as error:
@@ -113,7 +113,7 @@ class Probe:
         answer = min(TOKENS, expected.length - len(prompt))
         sampling = Sampling(answer, temperature=expected.temperature)
         what = settings(sampling, answer, 0)
-        self.ask = Ask("tunix-probe", prompt, what, expected.vocab_size, expected.routing)
+        self.ask = Ask("tunix-probe", prompt, what, expected)
         self._seen: dict[str, tuple[Answer, np.ndarray]] = {}
         self._first: dict[str, float] = {}
         """The mean difference that each server began with, by its address."""

@@ -40,6 +40,24 @@ class Routing:
 
 
 @dataclass(frozen=True)
+class Expected:
+    """What a server has to have, to sample for a run."""
+
+    vocab_size: int
+    """V, e.g. 151936: a server that samples other ids has another model."""
+    length: int
+    """Tokens of a prompt and its completion at most, e.g. 1024."""
+    ids: tuple[int, ...] | None
+    """The ids of `probe.TEXT`, e.g. `(2, 651)`; None where the run has no tokenizer."""
+    temperature: float
+    """The temperature of the completions that are trained on, e.g. 1.0."""
+    tolerance: float
+    """Largest difference of its log-probs to the trainer's, e.g. 0.05."""
+    routing: Routing | None = None
+    """The experts of the run's mixture, e.g. `Routing(48, 8, 128)`; None for another model."""
+
+
+@dataclass(frozen=True)
 class Ask:
     """One request to a server: the rest of a turn of one completion."""
 
@@ -49,10 +67,8 @@ class Ask:
     """Token ids that are continued: the prompt, and all that was sampled and observed after it."""
     settings: Mapping[str, Any]
     """What the body of the request has besides prompt and model, e.g. `{"temperature": 0.7, "seed": 5}`."""
-    vocab_size: int
-    """V: an answer with other ids is of another model, e.g. 151936."""
-    routing: Routing | None = None
-    """The experts that the answer may tell of, e.g. `Routing(48, 8, 128)`; None where they are not read."""
+    expected: Expected
+    """What the answer is compared with: its ids are of this vocabulary, and its experts of this mixture."""
 
 
 @dataclass(frozen=True)
@@ -99,24 +115,6 @@ class Gone(Exception):
     """The server of a request is asked no more; the message is the reason."""
 
 
-@dataclass(frozen=True)
-class Expected:
-    """What a server has to have, to sample for a run."""
-
-    vocab_size: int
-    """V, e.g. 151936."""
-    length: int
-    """Tokens of a prompt and its completion at most, e.g. 1024."""
-    ids: tuple[int, ...] | None
-    """The ids of `probe.TEXT`, e.g. `(2, 651)`; None where the run has no tokenizer."""
-    temperature: float
-    """The temperature of the completions that are trained on, e.g. 1.0."""
-    tolerance: float
-    """Largest difference of its log-probs to the trainer's, e.g. 0.05."""
-    routing: Routing | None = None
-    """The experts of the run's mixture, e.g. `Routing(48, 8, 128)`; None for another model."""
-
-
 FIELD = "routed_experts"
 """Their name in an answer."""
 FLAG = "--enable-return-routed-experts"
@@ -150,7 +148,7 @@ def experts_of(choice: dict[str, Any], ask: Ask, sampled: int) -> np.ndarray | N
     Raises:
         Unfit: they are not those of the run's model.
     """
-    text, routing = choice.get(FIELD), ask.routing
+    text, routing = choice.get(FIELD), ask.expected.routing
     if text is None or routing is None:
         return None
     remedy = f"take a server with this run's model, of vLLM 0.32 or newer, or start it without {FLAG}"
@@ -266,10 +264,9 @@ def answered(body: Any, ask: Ask) -> Answer:
     tokens, logprobs, most = np.array(tokens, np.int32), np.array(logprobs, np.float32), ask.settings["max_tokens"]
     if not 0 < len(tokens) <= most:
         raise Unfit(f"it returns {len(tokens)} tokens where 1 to {most} were asked for")
-    if int(tokens.min()) < 0 or int(tokens.max()) >= ask.vocab_size:
-        raise Unfit(
-            f"it samples id {int(tokens.max())}, and the vocabulary has 0 to {ask.vocab_size - 1}: another model"
-        )
+    last = ask.expected.vocab_size - 1
+    if int(tokens.min()) < 0 or int(tokens.max()) > last:
+        raise Unfit(f"it samples id {int(tokens.max())}, and the vocabulary has 0 to {last}: another model")
     if not np.isfinite(logprobs).all() or float(logprobs.max()) > 1e-3:
         raise Unfit(f"it reports {float(logprobs[np.argmax(logprobs)]):g} as the log-prob of a token")
     listed = None

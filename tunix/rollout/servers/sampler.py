@@ -22,7 +22,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -30,8 +30,8 @@ from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.protocols import Sampler
 from tunix.rollout.engine.batch import THREADS
-from tunix.rollout.engine.experts import UNKNOWN
-from tunix.rollout.engine.request import Decode, StopText, check_prompt
+from tunix.rollout.engine.experts import UNKNOWN, Known
+from tunix.rollout.engine.request import Decode, Episode, StopText, check_prompt
 from tunix.rollout.servers.handover import Handover
 from tunix.rollout.servers.probe import Probe, inspect
 from tunix.rollout.servers.protocol import (
@@ -65,114 +65,80 @@ LOOK = 1.0
 class Turns:
     """One completion as it grows: what is asked next, and what was sampled and observed so far."""
 
-    def __init__(self, request: Request, length: int, decode: Decode | None):
+    def __init__(self, request: Request, number: int, version: int, length: int, decode: Decode | None):
         """A request at its beginning, or where an earlier call has paused it.
 
         Args:
             request: what is completed.
+            number: its index among the requests of the call.
+            version: of the weights that servers have.
             length: tokens of prompt and completion at most.
             decode: token ids -> text, in which stop strings are found.
         """
-        self._request, self._length = request, length
-        self._prompt, self._sampling = request.prompt, request.sampling
-        n, stops, before = self._sampling.top_logprobs, self._sampling.stop_strings, request.so_far
-        self._stop_text = StopText(stops, decode) if stops and decode else None
+        strings = request.sampling.stop_strings
+        self.episode = Episode(request, number, StopText(strings, decode) if strings and decode else None)
+        self._version, self._length = version, length
         self._tokens, self._logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
-        self._versions = np.zeros(0, np.int32)
-        self._top = np.zeros((0, n), np.int32), np.zeros((0, n), np.float32)
-        self._turns: list[tuple[int, int]] = [(0, 0)]
-        self._restarts: list[int] = []
-        self._experts: list[np.ndarray] = []
-        """What is known of the experts of prompt and tokens, from which a token keeps what was recorded first."""
-        self.finish: Literal["stop", "length", "paused"] = "paused"
-        if before is not None and len(before.tokens):
-            self._tokens, self._logprobs, self._versions = before.tokens, before.logprobs, before.versions
-            self._turns, self._top = list(before.turns), before.top or self._top
-            self._record(before.experts)  # those of all transcripts, as long as none is known to have begun
-            self._restarts = list(before.restarts)
+        if (before := self.episode.so_far) is not None:
+            self._tokens, self._logprobs, self.episode.experts = before.tokens, before.logprobs, []
+            if before.experts is not None:
+                self.episode.experts = [Known.of(before.experts, 0)]
 
     def left(self, new: int = 0) -> int:
         """Tokens that may still be sampled, where so many new ones are observed first."""
-        drawn = sum(end - start for start, end in self._turns)
-        return min(self._sampling.max_tokens - drawn, self._length - len(self._prompt) - len(self._tokens) - new)
+        request, number = self.episode.request, len(self._tokens)
+        *turns, (start, _) = self.episode.turns
+        drawn = sum(end - begin for begin, end in turns) + number - start
+        return min(request.sampling.max_tokens - drawn, self._length - len(request.prompt) - number - new)
 
     def ask(self, identity: str, expected: Expected) -> Ask:
-        """The request for the rest of the turn; its identity is that of the call and the completion, and the place."""
+        """The request for the rest of the turn; its identity is that of the call, the request and the place."""
+        request, number = self.episode.request, len(self._tokens)
         # A turn that begins after others has random numbers of its own: servers count tokens from a request's start.
-        place = [self._request.seed, self._request.index, len(self._tokens)]
-        seed = int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0] >> 1)
-        prompt = (*self._prompt.tolist(), *self._tokens.tolist())[self._begin :]
-        what = settings(self._sampling, self.left(), seed)
-        return Ask(f"{identity}-{len(self._tokens)}", prompt, what, expected.vocab_size, expected.routing)
+        seed = int(np.random.SeedSequence([request.seed, request.index, number]).generate_state(1, np.uint64)[0] >> 1)
+        prompt = (*request.prompt.tolist(), *self._tokens.tolist())[self.episode.begin :]
+        what = settings(request.sampling, self.left(), seed)
+        identity = f"{identity}-{self.episode.number}-{number}"
+        return Ask(identity, prompt, what, expected)
 
-    def take(self, answer: Answer, version: int) -> None:
+    def take(self, answer: Answer) -> None:
         """Appends what a server sampled, up to the first token that completes a stop string."""
-        start, stopped = self._turns[-1][0], answer.stopped
+        episode, stopped, kept = self.episode, answer.stopped, len(answer.tokens)
+        start, _ = episode.turns[-1]
         turn = np.concatenate([self._tokens[start:], answer.tokens])
-        kept = len(answer.tokens)
-        if self._stop_text is not None and (end := self._stop_text.find(turn, kept)) is not None:
+        if episode.stop_text is not None and (end := episode.stop_text.find(turn, kept)) is not None:
             kept, stopped = kept - (len(turn) - end), True
-        self._append(answer.tokens[:kept], answer.logprobs[:kept], version, answer.top)
-        self._record(answer.experts)
-        self._turns[-1] = (start, len(self._tokens))
-        self.finish = "stop" if stopped else "length"
+        self._append(answer.tokens[:kept], answer.logprobs[:kept])
+        if answer.top is not None:
+            episode.keep_top(*(x[:kept] for x in answer.top))
+        if answer.experts is not None:  # of the last transcript; those of what was cut off are dropped
+            number = len(episode.request.prompt) + len(self._tokens) - episode.begin
+            episode.experts.append(Known.of(answer.experts[:number], episode.begin))
+        episode.turns[-1] = (start, len(self._tokens))
+        episode.ended = "stop" if stopped else "length"
 
-    def observe(self, observation: Sequence[int] | np.ndarray | Restart, version: int) -> bool:
+    def observe(self, observation: Sequence[int] | np.ndarray | Restart) -> bool:
         """Appends what an environment wrote, `[T]` token ids or another transcript, and opens the next turn; False, and
-        nothing, where nothing could follow. The version is that of the weights at the time."""
+        nothing, where nothing could follow."""
         restart = isinstance(observation, Restart)
         new = np.asarray(observation.prompt if restart else observation, np.int32)
         if self.left(len(new)) <= 0:
-            self.finish = "length"
+            self.episode.ended = "length"
             return False
-        self._restarts += [len(self._tokens)] if restart else []
-        self._append(new, np.zeros(len(new), np.float32), version, None)
-        self._turns.append((len(self._tokens), len(self._tokens)))
-        if self._stop_text is not None:
-            self._stop_text.restart()
+        self._append(new, np.zeros(len(new), np.float32))
+        self.episode.observe(len(self._tokens) - len(new), len(self._tokens), restart)
         return True
 
     def completion(self) -> Completion:
         """What there is so far."""
-        experts = None
-        if self._experts:
-            shape = len(self._prompt) + len(self._tokens), *self._experts[0].shape[1:]
-            experts = np.full(shape, UNKNOWN, np.int16)
-            for known in self._experts:
-                missing = experts[: len(known), 0, 0] == UNKNOWN
-                experts[: len(known)][missing] = known[missing]
-        return Completion(
-            tokens=self._tokens,
-            logprobs=self._logprobs,
-            finish=self.finish,
-            versions=self._versions,
-            sampling=self._sampling,
-            turns=tuple(self._turns),
-            top=self._top if self._sampling.top_logprobs else None,
-            experts=experts,
-            restarts=tuple(self._restarts),
-        )
+        experts, known = None, self.episode.experts
+        if known:
+            experts = np.full((len(self._tokens), *known[0].piece.read().shape[2:]), UNKNOWN, np.int16)
+        return self.episode.completion(self._tokens, self._logprobs, self._version, experts)
 
-    @property
-    def _begin(self) -> int:
-        """Where the last transcript begins, among the tokens of the prompt and all that follows it."""
-        return len(self._prompt) + self._restarts[-1] if self._restarts else 0
-
-    def _record(self, experts: np.ndarray | None) -> None:
-        """Notes the experts `[T L k]` of the last transcript, as far as there are such tokens."""
-        if experts is not None:
-            before = np.full((self._begin, *experts.shape[1:]), UNKNOWN, experts.dtype)
-            self._experts.append(np.concatenate([before, experts])[: len(self._prompt) + len(self._tokens)])
-
-    def _append(
-        self, tokens: np.ndarray, logprobs: np.ndarray, version: int, top: tuple[np.ndarray, np.ndarray] | None
-    ) -> None:
-        number = len(tokens)
-        ids, likely = top or (np.zeros((number, x.shape[1]), x.dtype) for x in self._top)
+    def _append(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         self._tokens = np.concatenate([self._tokens, tokens])
         self._logprobs = np.concatenate([self._logprobs, logprobs])
-        self._versions = np.concatenate([self._versions, np.full(number, version, np.int32)])
-        self._top = np.concatenate([self._top[0], ids[:number]]), np.concatenate([self._top[1], likely[:number]])
 
 
 class ServerSampler(Sampler):
@@ -315,9 +281,9 @@ class ServerSampler(Sampler):
         for number, request in enumerate(requests):
             refuse(request.sampling, vocab_size, self._decode is not None)
             check_prompt(number, request.prompt, length, vocab_size)
-        turns = [Turns(request, length, self._decode) for request in requests]
         weights = held or self.hold()
         assert weights is self._held, "weights are published only when nobody holds earlier ones"
+        turns = [Turns(request, i, self._version, length, self._decode) for i, request in enumerate(requests)]
         done: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         try:
             with self._lock:
@@ -361,25 +327,26 @@ class ServerSampler(Sampler):
         threads = ThreadPoolExecutor(THREADS, thread_name_prefix="environment") if reply else None
         name = f"tunix-{self._name}-{next(self._calls)}"
 
-        async def complete(number: int, growing: Turns) -> None:
+        async def complete(growing: Turns) -> None:
+            episode = growing.episode
             while True:
                 if growing.left() <= 0:
-                    growing.finish = "length"
+                    episode.ended = "length"
                     break
-                growing.take(await self.pool.ask(growing.ask(f"{name}-{number}", self._expected)), self._version)
-                if reply is None or growing.finish != "stop":
+                growing.take(await self.pool.ask(growing.ask(name, self._expected)))
+                if reply is None or episode.ended != "stop":
                     break
-                observation = await loop.run_in_executor(threads, reply, number, growing.completion())
-                if observation is None or not growing.observe(observation, self._version):
+                observation = await loop.run_in_executor(threads, reply, episode.number, growing.completion())
+                if observation is None or not growing.observe(observation):
                     break
-            done.put(number)
+            done.put(episode.number)
 
         watches = [asyncio.ensure_future(server.watch()) for server in self.pool.living]
         try:
             await asyncio.gather(*map(self._confirm, self.pool.living))
             async with asyncio.TaskGroup() as group:
-                for number, growing in enumerate(turns):
-                    group.create_task(complete(number, growing))
+                for growing in turns:
+                    group.create_task(complete(growing))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:

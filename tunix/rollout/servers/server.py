@@ -181,8 +181,6 @@ class Pool:
     def __init__(self, servers: Sequence[Server]):
         """All of them are asked, of which there is at least one."""
         self.servers = servers
-        self.again = 0
-        """Requests that were asked again so far."""
         self._told: set[str] = set()
 
     @property
@@ -229,7 +227,6 @@ class Pool:
                 if isinstance(error, Unfit) or server.model == server.base or server.model not in str(error):
                     raise UserError(f"rollout.servers: {server.url}: {error}") from None
                 self.drain(server, str(error))  # it was started anew, and has lost the adapter
-            self.again += 1
 
     def drain(self, server: Server, reason: str) -> None:
         """Asks a server no more, and tells the user."""
