@@ -24,10 +24,13 @@ from tunix.data.types import Prompt
 from tunix.protocols import SamplingClient
 from tunix.rollout.backlog import Backlog, Race, episode_of, saved_episode
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
+from tunix.rollout.environments.base import Episode, Episodes
+from tunix.rollout.environments.problem import Problem
+from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.base import Reward
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.rollout.types import Scored
-from tunix.types import Completion, Request, Sampling
+from tunix.types import Completion, Pictures, Request, Sampling
 
 SAMPLING, LONGEST, DISPATCH, GROUP = Sampling(max_tokens=16), 16, 2, 2
 
@@ -166,6 +169,33 @@ def test_a_replacement_takes_what_was_begun_first():
         assert more.so_far  # pyright: ignore
         assert began == 1
         assert names([group])[0] not in taken
+
+
+def test_the_pictures_that_an_environment_shows_are_asked_about():
+    """Its rows have none of their own: a step that oversampled asked about the episode's prompt without them."""
+    pixels, places = np.zeros((1, 4, 2, 2, 3), np.uint8), np.array([0, 1, 0], np.int32)
+    pictures = Pictures(pixels, np.array([[1, 1]], np.int32), places)
+
+    class Showing(Player):
+        scores = False
+
+        def __init__(self) -> None:
+            pass
+
+        def __call__(self, rows, seed, numbers=None) -> Episodes:
+            made = [Episode(Problem(), row, np.random.default_rng(0)) for row in rows]
+            for episode in made:
+                episode.pictures = pictures
+            return Episodes(made)
+
+    class Seeing(Sampler):
+        def run(self, requests, reply=None, on_done=None):
+            assert all(request.pictures is pictures for request in requests)
+            return super().run(requests, reply, on_done)
+
+    with closing(stream()) as steps:
+        data = next(steps)
+        assert len(step(replace(data, collector=replace(data.collector, play=Showing())), Seeing())) == 3
 
 
 def test_a_race():

@@ -202,6 +202,6 @@ def test_episodes_of_two_data_sets_end_with_the_player_that_began_them():
     for number in (1, 3):
         assert played.reply(number, ended) is None
     assert (first.ended, second.ended) == ([played.episodes[3]], [played.episodes[1]])
-    played.finish([replace(ended, finish="length"), ended, ended, ended])
+    played.finish(dict(enumerate([replace(ended, finish="length"), ended, ended, ended])))
     assert first.ended == [played.episodes[3], played.episodes[0]]
     assert (first.closed, second.closed) == (1, 1)

@@ -196,7 +196,7 @@ def test_an_episode_is_a_session(server: Server, playing: Any):
     server.until(lambda: server.open == 3)
     # Cut off: the answer is scored, and all sessions are closed.
     completions = [completion(episode) for episode in episodes.episodes]
-    episodes.finish(completions)
+    episodes.finish(dict(enumerate(completions)))
     assert episodes.scores[1:] == [1.0] * 3
     server.until(lambda: server.open == 0)
 

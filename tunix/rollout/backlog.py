@@ -91,7 +91,7 @@ class Pending(Prompt):
         """Its `n` requests; the random numbers of each follow from the run's seed, its place and its number."""
         seed = int(np.random.SeedSequence([seed, self.place]).generate_state(1)[0])
         return [
-            Request(self.tokens, sampling, seed, index, so_far=completion, pictures=self.pictures)
+            Request(self.tokens, sampling, seed, index, so_far=completion)
             for index, completion in enumerate(self.so_far or (None,) * n)
         ]
 
@@ -157,8 +157,8 @@ class Race:
         self.groups = groups
         self.taken: list[int] = []
         """The numbers of the groups that were taken, in that order."""
-        self.wanted, self._n = min(wanted, len(groups)), len(groups[0])
-        """Groups that are taken."""
+        self.wanted, self.size = min(wanted, len(groups)), len(groups[0])
+        """Groups that are taken, and completions of each."""
 
     @property
     def over(self) -> bool:
@@ -177,19 +177,19 @@ class Race:
 
     def add(self, number: int, completion: Completion) -> list[tuple[int, Completion]]:
         """Adds a completion; returns all of its group, with their numbers, where the group is taken for it."""
-        group, member = divmod(number, self._n)
+        group, member = divmod(number, self.size)
         self.groups[group][member] = completion if len(completion.tokens) else None
         return self._taken(group)
 
     def _taken(self, group: int) -> list[tuple[int, Completion]]:
         members = [completion for completion in self.groups[group] if completion is not None and _ended(completion)]
-        if self.over or group in self.taken or len(members) < self._n:
+        if self.over or group in self.taken or len(members) < self.size:
             return []
         if group not in self._due and self.wanted - len(self.taken) <= len(self._due):
             return []  # the places that are left are for others; this one is the first of the next step
         self._due.discard(group)
         self.taken.append(group)
-        return [(group * self._n + member, completion) for member, completion in enumerate(members)]
+        return [(group * self.size + member, completion) for member, completion in enumerate(members)]
 
 
 def _ended(completion: Completion | None) -> bool:

@@ -1,7 +1,8 @@
 """From prompts to scored episodes: the input of each step of an on-policy algorithm.
 
-Completions are decoded, scored and measured as they end, while others are still sampled (`Arrivals`). The prompts of a
-step are divided among the processes of a run: each samples and scores its own, and all receive all (`allgathered`).
+Completions are decoded, scored and measured as they end, while others are still sampled (`Collector.episodes`). The
+prompts of a step are divided among the processes of a run: each samples and scores its own, and all receive all
+(`allgathered`).
 
 `RolloutStep` is one step: its prompts, further ones to replace groups with, and `collect`, in which the client samples
 completions (over several turns where an environment answers) and the rewards score them as they end. Every random
@@ -17,6 +18,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -137,7 +139,7 @@ def open_scoring(scorer: Scorer, owners: List[Prompt]) -> Scoring:
     columns: dict[str, dict[str, None]] = {}
     for owner in owners:
         columns.setdefault(owner.source, dict.fromkeys(ADDED)).update(dict.fromkeys(owner.row))
-    return scorer.open(columns)
+    return Scoring(scorer, columns)
 
 
 def score(scoring: Scoring, number: int, owner: Prompt, completion: Completion, text: str) -> None:
@@ -145,128 +147,6 @@ def score(scoring: Scoring, number: int, owner: Prompt, completion: Completion, 
     added = {"completion_ids": completion.tokens.tolist(), "completion_tokens": int(completion.drawn.sum())}
     added[WORKDIR] = owner.row.get(WORKDIR, "")
     scoring.add(number, owner.text, text, {**owner.row, **added}, prompt_messages(owner.row), owner.source)
-
-
-class Arrivals:
-    """The completions of some prompts that have ended so far, by their numbers."""
-
-    def __init__(
-        self,
-        collector: "Collector",
-        owners: List[Prompt],
-        clock: Clock,
-        measuring: LogprobPass | None,
-        total: int | None = None,
-    ):
-        """Nothing has ended.
-
-        Args:
-            collector: its tokenizer decodes the texts; its rewards that read single completions score them.
-            owners: the prompt of each number.
-            clock: receives the seconds of scoring and measuring.
-            measuring: what is computed for the loss; None for nothing.
-            total: how many completions are waited for; None for one of each number.
-        """
-        self._collector, self._owners, self._clock, self._measuring = collector, owners, clock, measuring
-        scorer = collector.scorers[0]
-        self._scoring = None if scorer is None else open_scoring(scorer, owners)
-        self._ended: dict[int, tuple[Completion, str]] = {}
-        self._sampled, self._overlapped = math.inf, 0.0
-        places = len(owners) if total is None else total
-        self._judged = [(judge, Parts[Judged](places, judge.together)) for judge in collector.judges]
-        self._measured: Parts[dict[str, np.ndarray]] = Parts(places, measuring.together if measuring else 1)
-
-    def add(self, number: int, completion: Completion, place: int | None = None) -> None:
-        """Begins the rewards of a completion, unless they have been.
-
-        Args:
-            number: of its request.
-            completion: to its end.
-            place: its place among those that are waited for; None where it is the number.
-        """
-        if number in self._ended:
-            return
-        tokenizer, measuring = self._collector.tokenizer, self._measuring
-        text = tokenizer.decode(completion.tokens, skip_special=True) if tokenizer else ""
-        self._ended[number] = completion, text
-        if self._scoring is not None:
-            score(self._scoring, number, self._owners[number], completion, text)
-        place = number if place is None else place
-        for judge, parts in self._judged:
-            if not (part := parts.add(place, number)):
-                continue
-            began = time.monotonic()
-            completions, texts = zip(*(self._ended[x] for x in part), strict=True)
-            parts.begun.append((part, judge.begin([self._owners[x] for x in part], completions, texts)))
-            if self._sampled == math.inf:
-                self._overlapped += time.monotonic() - began
-        if measuring is not None and (part := self._measured.add(place, number)):
-            sequences = [sequence_of(self._owners[x], self._ended[x][0]) for x in part]
-            by_name = measuring.measure(sequences, measuring.together)
-            places = range(len(part))
-            self._measured.begun.append(  # who looks at an array waits for the devices
-                (part, lambda: [{name: arrays[i] for name, arrays in by_name.items()} for i in places])
-            )
-
-    def close(self) -> None:
-        """Sampling is over: from now on rewards have a time of their own."""
-        self._sampled = time.monotonic()
-
-    def scored(self, played: Episodes | None = None) -> list[Scored]:
-        """The completions with their scores, for which it waits, in the order of their numbers, which environments'
-        episodes have, too; their time while others were sampled has cost nothing."""
-        numbers, clock = sorted(self._ended), self._clock
-        measured: dict[int, dict[str, np.ndarray]] = {}
-        with clock.part("reward"):
-            scores, logged = dict[str, dict[int, Score]](), dict[int, dict[str, Any]]()
-            values = dict[str, list[float]]()
-            if self._scoring is not None:
-                scores, logged, values = self._scoring.result(), self._scoring.logged, self._scoring.metrics
-                overlapped, total = self._scoring.seconds(self._sampled)
-                clock.counted.update(overlapped=overlapped, rewards=total)
-            began = time.monotonic()
-            for judge, parts in self._judged:
-                judged = parts.results()
-                scores[judge.name] = {number: x.score for number, x in judged.items()}
-                for number, x in judged.items():
-                    logged[number] = {**logged.get(number, {}), **x.logged}
-                    clock.counted.update(x.counted)
-                    for name, value in x.metrics.items():
-                        values[name] = [*values.get(name, ()), value]
-            clock.logged |= values
-            if self._judged:
-                waited = time.monotonic() - began
-                clock.counted.update(overlapped=self._overlapped, rewards=self._overlapped + waited)
-        if self._measuring is not None:
-            with clock.part("logprobs"):
-                measured = self._measured.results()
-        for number, said in played.logged.items() if played is not None else ():
-            logged[number] = {**logged.get(number, {}), **said}
-        turns: dict[int, tuple[float, ...]] = {}
-        seats: dict[int, tuple[int, ...]] = {}
-        over: dict[int, bool] = {}
-        if played is not None:
-            ended = Episodes([played.episodes[number] for number in numbers], played.together, played.close)
-            ended.finish([self._ended[number][0] for number in numbers])
-            episodes = {i: x for i, x in zip(numbers, ended.episodes, strict=True) if x}
-            turns = {i: tuple(reward or 0.0 for reward in x.rewards) for i, x in episodes.items()}
-            seats = {i: tuple(x.seats) for i, x in episodes.items()}
-            over = {i: x.done for i, x in episodes.items()}
-        if ENVIRONMENT in self._collector.weights:  # where no prompt of this process is played, its rewards have it too
-            scores[ENVIRONMENT] = {} if played is None else {i: played.scores[i] for i in numbers}
-        return [
-            Scored(
-                self._owners[number],
-                *self._ended[number],
-                *parted({name: by_number.get(number) for name, by_number in scores.items()}),
-                turns.get(number, ()),
-                seats.get(number, ()),
-                over.get(number, False),
-                measured=measured.get(number, {}),
-                logged=logged.get(number, {}),
-            )
-            for number in numbers
-        ]
 
 
 def shard(items: List[Item]) -> list[Item]:
@@ -408,77 +288,187 @@ class Collector:
                 return []
             numbers, owners = [place * n + i for place in places for i in range(n)], [prompts[i] for i in places]
             owners = [owner for owner in owners for _ in range(n)]
-            with clock.part("rollout"):
-                if isinstance(self.play, Agents):
-                    played = self.play.play(sampler, [x.row for x in owners], self.sampling, seed, numbers)
-                else:
-                    played = self._played(owners, seed, numbers)
-                owners = self._prompted(owners, played)
-                arrivals = Arrivals(self, owners, clock, measuring)
-
-                def arrive(number: int, completion: Completion) -> bool:
-                    arrivals.add(number, completion)
-                    return False
-
-                requests = [
-                    Request(owner.tokens, self.of(owner.source).sampling, seed, number, pictures=owner.pictures)
-                    for number, owner in zip(numbers, owners, strict=True)
-                ]
-                if played is not None and isinstance(self.play, Agents):
-                    # Nothing is scored before all have ended: their requests are sent to the devices by other threads.
-                    completions = [x.completion for x in played.episodes if isinstance(x, PlayedEpisode)]
-                else:
-                    completions = sampler.run(requests, played and played.reply, arrive)
-                arrivals.close()
-                for number, completion in enumerate(completions):
-                    arrivals.add(number, completion)
-            clock.meter(sampler)
-            episodes = arrivals.scored(played)
+            requests = [
+                Request(owner.tokens, self.of(owner.source).sampling, seed, number)
+                for number, owner in zip(numbers, owners, strict=True)
+            ]
+            episodes = self.episodes(sampler, owners, requests, seed, numbers, clock, measuring)
             return [episodes[i : i + n] for i in range(0, len(episodes), n)]
 
         groups = allgathered(sample, prompts, self.sampling, clock)
         return self.whole([group for group in groups if not isinstance(group, Pending)], clock)
 
+    def episodes(
+        self,
+        sampler: SamplingClient,
+        owners: List[Prompt],
+        requests: List[Request],
+        seed: int,
+        numbers: List[int],
+        clock: Clock,
+        measuring: LogprobPass | None,
+        race: Race | None = None,
+    ) -> list[Scored]:
+        """Samples and scores an episode for each request, but for rewards of several processes' batch.
+
+        Args:
+            sampler: completes the requests.
+            owners: the prompt of each.
+            requests: with what has been sampled for them before.
+            seed: of the environments, whose random numbers follow from it and `numbers`.
+            numbers: that of each request.
+            clock: as in `collect`, and so is `measuring`.
+            race: their groups, of which those are returned that are complete first; None for all.
+
+        Raises:
+            UserError: an environment's prompt leaves no room for an answer.
+        """
+        with clock.part("rollout"):
+            if isinstance(self.play, Agents):
+                played = self.play.play(sampler, [x.row for x in owners], self.sampling, seed, numbers)
+            else:
+                played = self._played(owners, seed, numbers)
+            owners = list(owners)
+            for i, episode in enumerate(played.episodes if played is not None else ()):
+                if episode is None:
+                    continue
+                start = episode.prompt
+                if self.length is not None and len(start) >= self.length:
+                    raise UserError(
+                        f"data.max_length: {self.length} leaves no room for an answer to a prompt of {len(start)} "
+                        f"tokens, as the environment makes it of the row {dict(owners[i].row)!s:.100}; raise it, or "
+                        "leave the row out"
+                    )
+                text = self.tokenizer.decode(start, skip_special=True) if self.tokenizer else ""
+                owners[i] = replace(owners[i], tokens=start, text=owners[i].text or text, pictures=episode.pictures)
+                if isinstance(episode, PlayedEpisode):
+                    owners[i] = replace(owners[i], row={**owners[i].row, WORKDIR: str(episode.folder)})
+            requests = [
+                replace(request, prompt=owner.tokens, pictures=owner.pictures)
+                for request, owner in zip(requests, owners, strict=True)
+            ]
+            scorer, total = self.scorers[0], len(owners) if race is None else race.wanted * race.size
+            scoring = None if scorer is None else open_scoring(scorer, owners)
+            judged = [(judge, Parts[Judged](total, judge.together)) for judge in self.judges]
+            measured = Parts[dict[str, np.ndarray]](total, measuring.together if measuring else 1)
+            ended = dict[int, tuple[Completion, str]]()
+            asked, places = range(len(requests)) if race is None else race.missing, itertools.count()
+            sampled, overlapped = math.inf, 0.0  # when sampling is over, and what judges took before
+
+            def add(number: int, completion: Completion, place: int) -> None:
+                """Begins the rewards of a completion, unless they have been; it has a place in the parts."""
+                nonlocal overlapped
+                if number in ended:
+                    return
+                text = self.tokenizer.decode(completion.tokens, skip_special=True) if self.tokenizer else ""
+                ended[number] = completion, text
+                if scoring is not None:
+                    score(scoring, number, owners[number], completion, text)
+                for judge, parts in judged:
+                    if not (part := parts.add(place, number)):
+                        continue
+                    began = time.monotonic()
+                    completions, texts = zip(*(ended[x] for x in part), strict=True)
+                    parts.begun.append((part, judge.begin([owners[x] for x in part], completions, texts)))
+                    if sampled == math.inf:
+                        overlapped += time.monotonic() - began
+                if measuring is not None and (part := measured.add(place, number)):
+                    sequences = [sequence_of(owners[x], ended[x][0]) for x in part]
+                    by_name = measuring.measure(sequences, measuring.together)
+                    indices = range(len(part))
+                    measured.begun.append(  # who looks at an array waits for the devices
+                        (part, lambda: [{name: arrays[i] for name, arrays in by_name.items()} for i in indices])
+                    )
+
+            def arrive(number: int, completion: Completion) -> bool:
+                if race is None:
+                    add(number, completion, place=number)
+                    return False
+                for member, whole in race.add(asked[number], completion):
+                    add(member, whole, place=next(places))
+                return race.over
+
+            def reply(number: int, completion: Completion) -> np.ndarray | Restart | None:
+                assert played is not None
+                return played.reply(asked[number], completion)
+
+            for member, whole in race.start() if race is not None else ():
+                add(member, whole, place=next(places))
+            completions: List[Completion] = ()
+            if played is not None and isinstance(self.play, Agents):
+                # Nothing is scored before all have ended: their requests are sent to the devices by other threads.
+                completions = [x.completion for x in played.episodes if isinstance(x, PlayedEpisode)]
+            elif race is None or not race.over:
+                if played is not None and race is not None:  # its environments have begun anew
+                    played.catch_up({i: so_far for i in asked if (so_far := requests[i].so_far) is not None})
+                completions = sampler.run([requests[i] for i in asked], played and reply, arrive)
+            sampled = time.monotonic()  # from now on rewards have a time of their own
+            for number, completion in enumerate(completions):
+                arrive(number, completion)
+        if completions:
+            clock.meter(sampler)
+        with clock.part("reward"):
+            scores, logged = dict[str, dict[int, Score]](), dict[int, dict[str, Any]]()
+            values = dict[str, list[float]]()
+            if scoring is not None:
+                scores, logged, values = scoring.result(), scoring.logged, scoring.metrics
+                before, seconds = scoring.seconds(sampled)
+                clock.counted.update(overlapped=before, rewards=seconds)
+            began = time.monotonic()
+            for judge, parts in judged:
+                verdicts = parts.results()
+                scores[judge.name] = {number: x.score for number, x in verdicts.items()}
+                for number, x in verdicts.items():
+                    logged[number] = {**logged.get(number, {}), **x.logged}
+                    clock.counted.update(x.counted)
+                    for name, value in x.metrics.items():
+                        values[name] = [*values.get(name, ()), value]
+            clock.logged |= values
+            if judged:
+                clock.counted.update(overlapped=overlapped, rewards=overlapped + time.monotonic() - began)
+        arrays: dict[int, dict[str, np.ndarray]] = {}
+        if measuring is not None:
+            with clock.part("logprobs"):
+                arrays = measured.results()
+        if played is not None:
+            for number, said in played.logged.items():
+                logged[number] = {**logged.get(number, {}), **said}
+            played.finish({number: completion for number, (completion, _) in sorted(ended.items())})
+        if ENVIRONMENT in self.weights:  # where no prompt of this process is played, its rewards have it too
+            scores[ENVIRONMENT] = {} if played is None else dict(enumerate(played.scores))
+        episodes = []
+        for number, (completion, text) in sorted(ended.items()):
+            episode = None if played is None else played.episodes[number]
+            rewards, failures = parted({name: by_number.get(number) for name, by_number in scores.items()})
+            episodes.append(
+                Scored(
+                    owners[number],
+                    completion,
+                    text,
+                    rewards,
+                    failures,
+                    turn_rewards=tuple(reward or 0.0 for reward in episode.rewards) if episode else (),
+                    seats=tuple(episode.seats) if episode else (),
+                    ended=episode is not None and episode.done,
+                    measured=arrays.get(number, {}),
+                    logged=logged.get(number, {}),
+                )
+            )
+        return episodes
+
     def _played(self, owners: List[Prompt], seed: int, numbers: List[int]) -> Episodes | None:
         """Starts the episodes of those prompts that an environment answers; None where there are none of them."""
         episodes: list[Episode | None] = [None] * len(owners)
-        parts: list[Episodes] = []
+        together, parts = 0, ExitStack()
         for source in dict.fromkeys(owner.source for owner in owners):
             if isinstance(play := self.of(source).play, Player):
                 places = [i for i, owner in enumerate(owners) if owner.source == source]
                 begun = play([owners[i].row for i in places], seed, [numbers[i] for i in places])
-                parts.append(begun)
+                together += begun.together
+                parts.callback(begun.close)
                 for i, episode in zip(places, begun.episodes, strict=True):
                     episodes[i] = episode
-
-        def close() -> None:
-            for part in parts:
-                part.close()
-
-        return Episodes(episodes, sum(part.together for part in parts), close) if parts else None
-
-    def _prompted(self, owners: List[Prompt], played: Episodes | None) -> list[Prompt]:
-        """The prompts as their episodes begin.
-
-        Raises:
-            UserError: one leaves no room for an answer.
-        """
-        owners = list(owners)
-        for i, episode in enumerate(played.episodes if played is not None else ()):
-            if episode is None:
-                continue
-            start = episode.prompt
-            if self.length is not None and len(start) >= self.length:
-                raise UserError(
-                    f"data.max_length: {self.length} leaves no room for an answer to a prompt of {len(start)} tokens, "
-                    f"as the environment makes it of the row {dict(owners[i].row)!s:.100}; raise it, or leave the row "
-                    "out"
-                )
-            text = self.tokenizer.decode(start, skip_special=True) if self.tokenizer else ""
-            owners[i] = replace(owners[i], tokens=start, text=owners[i].text or text, pictures=episode.pictures)
-            if isinstance(episode, PlayedEpisode):
-                owners[i] = replace(owners[i], row={**owners[i].row, WORKDIR: str(episode.folder)})
-        return owners
+        return Episodes(episodes, together, parts.close) if together else None
 
     def whole(self, groups: list[list[Scored]], clock: Clock) -> list[list[Scored]]:
         """The groups of all processes with the rewards that read the whole batch: the lead calls them, and broadcasts
@@ -510,69 +500,6 @@ class Collector:
                 for episode, (rewards, failures, logged) in zip(episodes, rows, strict=True)
             )
             return [[next(joined) for _ in group] for group in groups]
-
-    def first(
-        self,
-        sampler: SamplingClient,
-        prompts: List[Pending],
-        wanted: int,
-        n: int,
-        seed: int,
-        clock: Clock,
-        measuring: LogprobPass | None = None,
-        due: Callable[[Completion], bool] | None = None,
-    ) -> list[Outcome]:
-        """Samples until `wanted` groups are complete, and scores these but for rewards of several processes' batch.
-
-        Args:
-            sampler: completes the prompts.
-            prompts: with what has been sampled for them before; those of this process.
-            wanted: the groups that are complete first, at most all.
-            n: completions of each prompt.
-            seed: the run's.
-            clock: as in `collect`, and so is `measuring`.
-            due: whether what was begun of a completion cannot wait for another step; None for never.
-
-        Returns:
-            Of each prompt its group, or the prompt with what has been sampled for it.
-        """
-        if not wanted:
-            return list(prompts)
-        with clock.part("rollout"):
-            each = [prompt for prompt in prompts for _ in range(n)]
-            played = self._played(each, seed, [x.place * n + i % n for i, x in enumerate(each)])
-            owners = self._prompted(each, played)
-            late = [i for i, x in enumerate(prompts) if due is not None and any(y and due(y) for y in x.so_far)]
-            race = Race([list(prompt.so_far) or [None] * n for prompt in prompts], wanted, late)
-            arrivals = Arrivals(self, owners, clock, measuring, race.wanted * n)
-            begun = [x for prompt in prompts for x in prompt.requests(n, self.of(prompt.source).sampling, seed)]
-            begun = [replace(request, prompt=owner.tokens) for request, owner in zip(begun, owners, strict=True)]
-            asked, places = race.missing, itertools.count()
-            if played is not None:  # its environments have begun anew
-                played.catch_up({i: so_far for i in asked if (so_far := begun[i].so_far) is not None})
-
-            def reply(number: int, completion: Completion) -> np.ndarray | Restart | None:
-                assert played is not None
-                return played.reply(asked[number], completion)
-
-            def arrive(number: int, completion: Completion) -> bool:
-                for member, ended in race.add(asked[number], completion):
-                    arrivals.add(member, ended, place=next(places))
-                return race.over
-
-            for member, ended in race.start():
-                arrivals.add(member, ended, place=next(places))
-            sampled = [] if race.over else sampler.run([begun[i] for i in asked], played and reply, arrive)
-            arrivals.close()
-            for number, completion in enumerate(sampled):
-                arrive(number, completion)
-        if sampled:
-            clock.meter(sampler)
-        episodes = arrivals.scored(played)
-        groups = (episodes[i : i + n] for i in range(0, len(episodes), n))
-        return [
-            next(groups) if i in race.taken else replace(x, so_far=tuple(race.groups[i])) for i, x in enumerate(prompts)
-        ]
 
 
 @dataclass
@@ -649,10 +576,24 @@ class RolloutStep:
 
         asked = [*pending, *self.backlog.take(self.spare)]
 
-        def race() -> list[Outcome]:
+        def race() -> List[Outcome]:
             # Each process has its share of the groups: no clock decides which come first, only how many there are.
-            share = len(shard(range(len(pending))))
-            return self.collector.first(client, shard(asked), share, n, self.seed, self.clock, measuring, self.due)
+            prompts, wanted = shard(asked), len(shard(range(len(pending))))
+            if not wanted:
+                return list(prompts)
+            owners, requests = [prompt for prompt in prompts for _ in range(n)], list[Request]()
+            for prompt in prompts:
+                requests += prompt.requests(n, self.collector.of(prompt.source).sampling, self.seed)
+            numbers, due = [prompt.place * n + i % n for i, prompt in enumerate(owners)], self.due
+            late = [i for i, x in enumerate(prompts) if due is not None and any(y and due(y) for y in x.so_far)]
+            groups = Race([list(prompt.so_far) or [None] * n for prompt in prompts], wanted, late)
+            scored = iter(
+                self.collector.episodes(client, owners, requests, self.seed, numbers, self.clock, measuring, groups)
+            )
+            return [
+                [next(scored) for _ in range(n)] if i in groups.taken else replace(x, so_far=tuple(groups.groups[i]))
+                for i, x in enumerate(prompts)
+            ]
 
         outcomes = allgathered(race, asked, self.collector.sampling, self.clock)
         self.backlog.put_back([x for x in outcomes if isinstance(x, Pending)])

@@ -181,7 +181,7 @@ def test_replies_to_a_batch():
     assert TOKENIZER.decode(observed) == "higher\n"
     tokens = np.concatenate([first, observed, ids("20")])
     second = completion_of((0, 3), (10, 12), tokens=tokens, finish="length")
-    episodes.finish([completion_of((0, 3), tokens=first), second])
+    episodes.finish(dict(enumerate([completion_of((0, 3), tokens=first), second])))
     assert episodes.scores == [1.0, 1.0]
 
 
@@ -204,7 +204,7 @@ def test_what_was_paused_is_caught_up_with():
     assert episodes.reply(2, other) is None
     assert len(ended) == 2
     never = completion_of((0, 3), tokens=ids("20\n"))
-    episodes.finish([completion_of((0, 3), (10, 13), (19, 22), tokens=after), won, other, never])
+    episodes.finish(dict(enumerate([completion_of((0, 3), (10, 13), (19, 22), tokens=after), won, other, never])))
     assert episodes.scores[:2] == [1.0, 1.0]
     assert episodes.scores[3] == 1.0
     assert isinstance(failure := episodes.scores[2], Failure)

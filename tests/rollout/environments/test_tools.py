@@ -260,7 +260,7 @@ def test_the_last_reward_is_given_once(ends: bool):
     said(played, "a", stop="")
     if ends:
         said(played, ".", stop="")
-    Episodes([played]).finish([completion(1 + ends)])
+    Episodes([played]).finish(dict(enumerate([completion(1 + ends)])))
     assert played.score == (22.0 if ends else 11.0)
     assert played.rewards == ([1.0, 21.0] if ends else [11.0])
     assert environment.ended == 1
@@ -382,7 +382,7 @@ def test_an_environment_of_trl_in_a_worker():
         for i, code in enumerate((7, 8)):
             said(played.episodes[i], call("dial", code=code))
         assert said(played.episodes[0], "Done.") is None
-        played.finish([completion(2), completion(1)])  # the second one was cut off after its call
+        played.finish(dict(enumerate([completion(2), completion(1)])))  # the second one was cut off after its call
         assert played.scores == [1.0, 0.0]
     finally:
         play.close()

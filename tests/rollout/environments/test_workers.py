@@ -209,7 +209,7 @@ def test_episodes_are_those_of_this_process_to_the_bit(playing: Any, name: str):
 
 def test_turns_that_were_cut_off_are_passed_on_from_several_threads(playing: Any):
     played = playing("guessing", workers=2)([{"secret": 16}] * 3, seed=0)
-    played.finish([completion_of((0, 2), tokens=ids("16"), finish="length")] * 3)
+    played.finish(dict(enumerate([completion_of((0, 2), tokens=ids("16"), finish="length")] * 3)))
     assert played.scores == [1.0] * 3
 
 
@@ -306,7 +306,7 @@ def test_environments_are_closed_once_whatever_ends_them(
     assert closed.read_text() == "ab"
     assert "the environment Session: its close raised OSError: gone already" in capfd.readouterr().err
     assert fails.score == Failure("the environment Session raised KeyError: 'board' (mine.py, line 20)")
-    played.finish([completion_of((0, 2), tokens=ids("on"), finish="length")] * 4)
+    played.finish(dict(enumerate([completion_of((0, 2), tokens=ids("on"), finish="length")] * 4)))
     assert sorted(closed.read_text()) == ["a", "b", "c", "d"]
     assert played.scores == [1.0, fails.score, 1.0, 1.0]
 

@@ -484,18 +484,13 @@ class Episodes:
 
     def catch_up(self, completions: Mapping[int, "Completion"]) -> None:
         """`Episode.catch_up` for the completions of these episodes."""
-        with ThreadPoolExecutor(self.together, thread_name_prefix="environment") as threads:
-            known = ((x, completion) for i, completion in completions.items() if (x := self.episodes[i]))
-            list(threads.map(lambda pair: pair[0].catch_up(pair[1]), known))
+        self._with_each(completions, Episode.catch_up)
 
-    def finish(self, completions: Sequence["Completion"]) -> None:
+    def finish(self, completions: Mapping[int, "Completion"]) -> None:
         """Passes turns that their environments have not had, such as last ones that the token limit cut off, so that
-        they are scored too."""
-        assert len(completions) == len(self.episodes)
+        they are scored too; lets go of all episodes."""
 
-        def finish(episode: Episode | None, completion: "Completion") -> None:
-            if episode is None:
-                return
+        def finish(episode: Episode, completion: "Completion") -> None:
             ended = episode.done or episode.failure is not None or completion.finish == "stop"
             episode.catch_up(completion)
             for start, end in completion.turns[len(episode.rewards) :]:
@@ -506,9 +501,14 @@ class Episodes:
             if not ended:
                 episode.on_end(episode)
 
-        with ThreadPoolExecutor(self.together, thread_name_prefix="environment") as threads:
-            list(threads.map(finish, self.episodes, completions))
+        self._with_each(completions, finish)
         self.close()
+
+    def _with_each(self, completions: Mapping[int, "Completion"], act: Callable[[Episode, "Completion"], None]) -> None:
+        """Acts on each episode that an environment answers, and its completion, as many as may be called at a time."""
+        played = {i: episode for i in completions if (episode := self.episodes[i]) is not None}
+        with ThreadPoolExecutor(self.together, thread_name_prefix="environment") as threads:
+            list(threads.map(act, played.values(), [completions[i] for i in played]))
 
     @property
     def scores(self) -> list[Score | None]:
