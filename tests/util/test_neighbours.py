@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.scorings import scores_with
 from tunix.errors import UserError
 from tunix.rollout.rewards.base import Failure
 from tunix.rollout.rewards.config import RewardFunction
@@ -80,7 +81,7 @@ def test_workers_import_them_too_and_name_the_users_line(project: Path):
             write(folder / f"{name}.py", 'raise RuntimeError("the neighbour hides a module")\n')
     functions = [RewardFunction(name=f"rewards/judge.py:{name}") for name in ("score", "bad")]
     with Scorer(functions, deadline=5.0, workers=1) as scorer:
-        scores = scorer.score(["p", "p"], ["a", "b"], {"answer": ["a", "a"]})
+        scores = scores_with(scorer, ["p", "p"], ["a", "b"], {"answer": ["a", "a"]})
     assert scores["score"] == [1.0, 0.0]
     assert scores["bad"] == [Failure("bad raised ValueError: no digits (rewards/near_helpers.py, line 9)")] * 2
 

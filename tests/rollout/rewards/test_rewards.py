@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.scorings import scores_with
 from tunix.errors import UserError
 from tunix.rollout.rewards.base import Failure, Reward, Score
 from tunix.rollout.rewards.config import RewardConfig, RewardFunction
-from tunix.rollout.rewards.scorer import Scorer
+from tunix.rollout.rewards.scorer import Scorer, Scoring
 
 FUNCTIONS = '''
 import asyncio, os, signal, subprocess, sys, time
@@ -118,7 +119,7 @@ def mine(name: str, **settings: object) -> RewardFunction:
 
 def scores_of(name: str, completions: list[str], deadline: float = 10.0, workers: int = 2) -> list[Score]:
     with Scorer([mine(name)], deadline, workers) as scorer:
-        return scorer.score(["p"] * len(completions), completions)[name]
+        return scores_with(scorer, ["p"] * len(completions), completions)[name]
 
 
 def gone(pid: int) -> bool:
@@ -199,7 +200,7 @@ def test_an_async_function_that_blocks_is_ended_like_any_other(functions: Path):
 
 def test_async_of_the_whole_batch(functions: Path):
     with Scorer([mine("waiting_for_all")]) as scorer:
-        assert scorer.score(["abc", "a"], ["a", "ab"]) == {"waiting_for_all": [2.0, -1.0]}
+        assert scores_with(scorer, ["abc", "a"], ["a", "ab"]) == {"waiting_for_all": [2.0, -1.0]}
 
 
 def test_the_number_of_workers_changes_nothing(functions: Path):
@@ -207,7 +208,7 @@ def test_the_number_of_workers_changes_nothing(functions: Path):
     expected = {"waiting": [1.0] * 10 + [2.0] * 60, "filtered": [float(i) for i in range(70)]}
     for workers in (1, 3):
         with Scorer([mine("waiting"), mine("filtered")], workers=workers) as scorer:
-            assert scorer.score([""] * 70, completions) == expected
+            assert scores_with(scorer, [""] * 70, completions) == expected
 
 
 def test_columns_options_and_other_names(functions: Path):
@@ -215,15 +216,15 @@ def test_columns_options_and_other_names(functions: Path):
     renamed = mine("columns", options={"scale": 4}, columns={"answer": "solution"})
     with Scorer([renamed]) as scorer:
         texts = ["p", "p"], ["a", "b"]
-        assert scorer.score(*texts, {"solution": ["a", "a"]}) == {"columns": [14.0, 10.0]}
-        assert scorer.score(*texts, {"solution": ["a", "a"], "bonus": [1, 2]}) == {"columns": [5.0, 2.0]}
+        assert scores_with(scorer, *texts, {"solution": ["a", "a"]}) == {"columns": [14.0, 10.0]}
+        assert scores_with(scorer, *texts, {"solution": ["a", "a"], "bonus": [1, 2]}) == {"columns": [5.0, 2.0]}
 
 
 def test_keywords_take_all_columns(functions: Path):
     """Three columns, and the answers 7 and 8: 3.07 and 3.08. Arrays are sent as the lists that they are."""
     columns = {"answer": [7, np.int64(8)], "image": [np.zeros((2, 2))] * 2, "completion": ["not", "this"], "z": [1, 2]}
     with Scorer([mine("everything")]) as scorer:
-        assert scorer.score(["p", "p"], ["a", "b"], columns) == {"everything": [3.07, 3.08]}
+        assert scores_with(scorer, ["p", "p"], ["a", "b"], columns) == {"everything": [3.07, 3.08]}
 
 
 def test_weights_and_labels(functions: Path):
@@ -238,7 +239,7 @@ def test_a_worker_starts_without_the_heavy_imports(functions: Path):
 def test_scoring_overlaps_with_other_work(functions: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """The reward waits for a file that is written only after `add` has returned. What it prints is no output."""
     with Scorer([mine("wait_for")]) as scorer:
-        scoring = scorer.open({"": []})
+        scoring = Scoring(scorer, {"": []})
         scoring.add(0, "p", str(tmp_path / "flag"), {})
         (tmp_path / "flag").touch()
         assert scoring.result() == {"wait_for": {0: 1.0}}
@@ -269,7 +270,7 @@ def test_a_child_left_behind_hides_no_death(functions: Path, tmp_path: Path):
 
 def test_closing_does_not_wait_for_a_hanging_reward(functions: Path, tmp_path: Path):
     scorer = Scorer([mine("spawn_and_hang")], deadline=3600.0)
-    scorer.open({"": []}).add(0, "p", "pids", {})
+    Scoring(scorer, {"": []}).add(0, "p", "pids", {})
     pids = pids_in(tmp_path / "pids")
     scorer.close()
     assert all(gone(pid) for pid in pids)
@@ -277,9 +278,12 @@ def test_closing_does_not_wait_for_a_hanging_reward(functions: Path, tmp_path: P
 
 def test_workers_end_with_a_trainer_that_is_killed(functions: Path, tmp_path: Path):
     script = (
-        "from tunix.rollout.rewards.config import RewardFunction\nfrom tunix.rollout.rewards.scorer import Scorer\n"
+        "from tunix.rollout.rewards.config import RewardFunction\n"
+        "from tunix.rollout.rewards.scorer import Scorer, Scoring\n"
         "scorer = Scorer([RewardFunction(name='mine.py:spawn_and_hang')], deadline=3600.0)\n"
-        "scorer.score(['p'], ['pids'])"
+        "scoring = Scoring(scorer, {'': []})\n"
+        "scoring.add(0, 'p', 'pids', {})\n"
+        "scoring.result()"
     )
     trainer = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path)
     pids = pids_in(tmp_path / "pids")
@@ -301,7 +305,7 @@ def test_functions_of_a_notebook_run_here():
         return [np.float32(0.5) for _ in completions]
 
     with Scorer([here, later]) as scorer:
-        scores = scorer.score(["p"] * 3, ["ab", "", "x"], {"answer": ["no", "no", "x"]})
+        scores = scores_with(scorer, ["p"] * 3, ["ab", "", "x"], {"answer": ["no", "no", "x"]})
     good, failed, equal = scores["here"]
     assert (good, equal) == (0.5, 2.0)
     assert isinstance(failed, Failure)
@@ -320,7 +324,7 @@ def test_a_notebook_function_that_hangs_is_left_behind():
         return 1.0
 
     with Scorer([hang], deadline=0.3) as scorer:
-        assert scorer.score(["p"] * 3, ["a", "hang", "b"]) == {
+        assert scores_with(scorer, ["p"] * 3, ["a", "hang", "b"]) == {
             "hang": [1.0, Failure("hang took longer than 0.3 s"), 1.0]
         }
     go_on.append(True)
@@ -373,24 +377,19 @@ def test_a_missing_column_is_named(functions: Path):
         scorer.check(["anser", "z"])
     scorer.check(["answer"])
     with pytest.raises(UserError, match="columns wants the column 'answer'; there are none"):
-        scorer.score(["p"], ["c"])
+        scores_with(scorer, ["p"], ["c"])
 
 
 def test_a_column_that_cannot_be_sent_is_named(functions: Path):
     with Scorer([mine("columns")]) as scorer, pytest.raises(UserError, match="column 'answer', which holds date:"):
-        scorer.score(["p"], ["c"], {"answer": [datetime.date(2026, 1, 1)]})
-
-
-def test_columns_have_a_value_for_each_sample(functions: Path):
-    with Scorer([mine("columns")]) as scorer, pytest.raises(ValueError, match="answer has 1 values for 2 prompts"):
-        scorer.score(["p", "p"], ["c", "c"], {"answer": [1]})
+        scores_with(scorer, ["p"], ["c"], {"answer": [datetime.date(2026, 1, 1)]})
 
 
 def test_a_module_that_only_this_process_can_import_is_an_error_of_the_start(functions: Path):
     with Scorer([mine("one")]) as scorer:
         functions.write_text("raise RuntimeError('changed under your feet')")
         with pytest.raises(UserError, match=r"does not start.*RuntimeError: changed under your feet"):
-            scorer.score(["p"], ["quarter"])
+            scores_with(scorer, ["p"], ["quarter"])
 
 
 def test_the_section_of_a_recipe():
@@ -461,7 +460,7 @@ def test_functions_written_for_trl(tmp_path: Path):
     rewards = [trl("accuracy_reward"), trl("reads_all"), trl("shorter")]
     rewards += [trl("soft_overlong", options={"longest": 1}), trl("of_texts")]
     with Scorer(rewards, workers=1) as scorer:
-        scoring = scorer.open({"": ["prompt", "answer", "completion_ids"]})
+        scoring = Scoring(scorer, {"": ["prompt", "answer", "completion_ids"]})
         for number, (said, answer) in enumerate([("4", "4"), ("5", "4"), ("6", None)]):
             row = {"prompt": ASKED, "answer": answer, "completion_ids": [7] * number}
             scoring.add(number, "Sum?", said, row, ASKED)
@@ -474,7 +473,7 @@ def test_functions_written_for_trl(tmp_path: Path):
         }
         assert scoring.metrics == {"accuracy_reward/known": [pytest.approx(2 / 3)]}
         assert scoring.logged == {i: {"accuracy_reward/said": said} for i, said in enumerate("456")}
-        texts = scorer.score(["p"], ["4"], {"answer": ["4"], "completion_ids": [[1]]})
+        texts = scores_with(scorer, ["p"], ["4"], {"answer": ["4"], "completion_ids": [[1]]})
         assert texts["of_texts"] == [1.0]  # a row of strings
 
 
@@ -482,7 +481,7 @@ def test_mistakes_of_functions_for_trl(tmp_path: Path):
     (tmp_path / "theirs.py").write_text(TRL)
     with Scorer([trl("few_extras")], workers=1) as scorer:
         why = "few_extras raised ValueError: log_extra got 3 values of said for 1 completions (theirs.py, line 40)"
-        assert scorer.score(["p"], ["a"]) == {"few_extras": [Failure(why)]}
+        assert scores_with(scorer, ["p"], ["a"]) == {"few_extras": [Failure(why)]}
     with pytest.raises(UserError, match=r"needs_state requires trainer_state, which only TRL's trainer has"):
         Scorer([trl("needs_state")])
     with pytest.raises(UserError, match=r"few_extras wants log_extra, which TRL gives .* say `style: trl`"):
@@ -507,7 +506,7 @@ def test_a_score_is_a_number_or_a_sentence(value: object, reason: str | None):
 
     with Scorer([here]) as scorer:
         expected = Failure(f"here {reason}") if reason else float(np.asarray(value).item())
-        assert scorer.score(["p"], ["c"]) == {"here": [expected]}
+        assert scores_with(scorer, ["p"], ["c"]) == {"here": [expected]}
 
 
 @pytest.mark.parametrize(
@@ -526,7 +525,7 @@ def test_scores_are_a_list_of_numbers_or_a_sentence(values: object, reason: str)
         return values
 
     with Scorer([here]) as scorer:
-        assert scorer.score(["p"], ["c"]) == {"here": [Failure(f"here {reason}")]}
+        assert scores_with(scorer, ["p"], ["c"]) == {"here": [Failure(f"here {reason}")]}
 
 
 @pytest.mark.slow  # trl is no dependency: where it is installed, its own functions are called
@@ -539,7 +538,7 @@ def test_the_functions_of_trl(tmp_path: Path):
     names = ("trl.rewards:accuracy_reward", "trl.rewards:think_format_reward", "theirs.py:overlong")
     rewards = [RewardFunction.model_validate({"name": name, "style": "trl"}) for name in names]
     with Scorer(rewards, deadline=60.0, workers=1) as scorer:
-        scoring = scorer.open({"": ["prompt", "solution", "completion_ids"]})
+        scoring = Scoring(scorer, {"": ["prompt", "solution", "completion_ids"]})
         texts = [r"\boxed{4}", "<think>a</think> $5$", r"\boxed{4}"]
         for number, (text, solution, length) in enumerate(zip(texts, ["$4$", "$4$", "none"], [6, 8, 11], strict=True)):
             row = {"prompt": ASKED, "solution": solution, "completion_ids": [1] * length}
@@ -561,7 +560,7 @@ def test_a_reward_scores_its_data_set_alone():
         return 1.0
 
     with Scorer([Reward("plain", one), Reward("of_a", one, data_set="a")], data_sets=["a", "b"]) as scorer:
-        scoring = scorer.open({data_set: [] for data_set in ("", "a", "b", "c")})
+        scoring = Scoring(scorer, {data_set: [] for data_set in ("", "a", "b", "c")})
         for number, data_set in enumerate(["", "a", "b", "c"]):
             scoring.add(number, "p", "c", {}, data_set=data_set)
         assert scoring.result() == {"plain": {0: 1.0, 3: 1.0}, "of_a": {1: 1.0}}
@@ -597,7 +596,7 @@ def test_functions_written_for_verl(tmp_path: Path):
     (tmp_path / "theirs.py").write_text(VERL)
     with Scorer([verl("compute_score"), verl("plain", columns={"ground_truth": "data_source"})], workers=1) as scorer:
         scorer.check([*ROW, *(f"reward_model.{name}" for name in ROW["reward_model"])])
-        scoring = scorer.open({"": ROW})
+        scoring = Scoring(scorer, {"": ROW})
         for number, said in enumerate(["4", "05", "none"]):
             scoring.add(number, "2 + 2?", said, ROW)
         results = {name: list(scores.values()) for name, scores in scoring.result().items()}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.scorings import scores_with
 from tunix.rollout.rewards import jail
 from tunix.rollout.rewards.code import read_tests, run_tests, unit_tests
 from tunix.rollout.rewards.config import RewardFunction
@@ -223,5 +224,5 @@ def test_as_a_reward_in_a_worker():
     """A program that never ends has failed its tests, by its own time limit, long before the call's deadline."""
     reward = RewardFunction(name="unit_tests", options={"timeout": 1.0, "tests": "assert add(1, 2) == 3"})
     with Scorer([reward], workers=1) as scorer:
-        scores = scorer.score(["p"] * 2, [ADD, "while True: pass"])
+        scores = scores_with(scorer, ["p"] * 2, [ADD, "while True: pass"])
     assert scores == {"unit_tests": [1.0, 0.0]}

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.scorings import scores_with
 from tunix.errors import UserError
 from tunix.rollout.rewards.answers import gsm8k, last_box, math, number
 from tunix.rollout.rewards.base import Failure, read_reward
@@ -196,14 +197,14 @@ def test_answers_that_are_no_text_and_no_number(reward: Callable[[str, object], 
 @pytest.mark.parametrize("name", ["exact_match", "number", "gsm8k", "math"])
 def test_a_null_answer_is_a_failure_and_no_zero(name: str):
     with Scorer([RewardFunction(name=name)], workers=1) as scorer:
-        scores = scorer.score(["p"] * 2, ["None", "5\n#### 5"], {"answer": [None, 5]})[name]
+        scores = scores_with(scorer, ["p"] * 2, ["None", "5\n#### 5"], {"answer": [None, 5]})[name]
     why = f"{name} raised ValueError: the answer is null: give the row one, or leave the row out"
     assert scores == [Failure(why), 0.0 if name in ("exact_match", "math") else 1.0]
 
 
 def test_a_schema_that_is_none_is_an_error_of_the_row():
     with Scorer([RewardFunction(name="json_schema")], workers=1) as scorer:
-        scores = scorer.score(["p"] * 3, ["5"] * 3, {"schema": [None, "[5]", {"type": "number"}]})["json_schema"]
+        scores = scores_with(scorer, ["p"] * 3, ["5"] * 3, {"schema": [None, "[5]", {"type": "number"}]})["json_schema"]
     why = "json_schema raised ValueError: the schema is {}, not a mapping or JSON of one"
     assert scores == [Failure(why.format("null")), Failure(why.format("[5]")), 1.0]
 
@@ -298,7 +299,7 @@ def test_json_schema(completion: str, score: float):
 def test_json_schema_as_a_column_of_json_fetches_nothing():
     with Scorer([RewardFunction(name="json_schema")]) as scorer:
         schemas = ['{"type": "integer"}', '{"$ref": "http://localhost:1/x.json"}']
-        scores = scorer.score(["p"] * 2, ["1", "1"], {"schema": schemas})["json_schema"]
+        scores = scores_with(scorer, ["p"] * 2, ["1", "1"], {"schema": schemas})["json_schema"]
     assert scores[0] == 1.0
     assert isinstance(scores[1], Failure)
     assert "Unresolvable" in scores[1].reason

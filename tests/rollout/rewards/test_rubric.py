@@ -6,7 +6,7 @@ import pytest
 
 from tests.fake_judge import RUBRIC, verdict, write_rubric
 from tunix.errors import UserError
-from tunix.rollout.rewards.rubric import Criterion, Unclear, read_rubric
+from tunix.rollout.rewards.rubric import Unclear, read_rubric
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def rubric(tmp_path):
 
 
 def test_criteria_have_names_and_weights(rubric):
-    assert rubric.criteria == (Criterion("capitals", 3.0), Criterion("short", 1.0))
+    assert rubric.criteria == {"capitals": 3.0, "short": 1.0}
     assert rubric.text == RUBRIC
 
 

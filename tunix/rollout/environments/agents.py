@@ -6,11 +6,9 @@ started end with its episode. Loads without jax.
 
 import json
 import os
-import signal
 import subprocess
 import uuid
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +19,7 @@ from tunix.rollout.environments.base import Episode, Row
 from tunix.rollout.environments.config import AGENT, AgentConfig
 from tunix.rollout.rewards.base import Score
 from tunix.rollout.rewards.calls import as_outcome
-from tunix.rollout.workers.process import MARK, end_marked, refuse_unsendable, too_slow
+from tunix.rollout.workers.process import MARK, end_marked, kill_group, refuse_unsendable, too_slow
 
 if TYPE_CHECKING:
     from tunix.types import Completion
@@ -94,14 +92,14 @@ class Program:
             )
             self._running.add(process)
             if self._killed:  # it has begun meanwhile
-                _kill(process)
+                kill_group(process)
             try:
                 code = process.wait(self._config.deadline)
             except subprocess.TimeoutExpired:
                 code = None
             finally:  # it, and what it has left behind
                 self._running.discard(process)
-                _kill(process)
+                kill_group(process)
                 end_marked(mark)
         process.wait()
         return code, log.read_bytes()[-4 * TAIL :].decode(errors="replace").strip()[-TAIL:]
@@ -134,11 +132,4 @@ class Program:
         """Kills all that run, and those that are about to."""
         self._killed = True
         for process in [*self._running]:
-            _kill(process)
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    # Until it has been waited for, its process id cannot belong to another process.
-    if process.poll() is None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            kill_group(process)

@@ -30,6 +30,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -127,8 +128,8 @@ def prepare(first: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str,
         first: the `kind` of environment, or where it is loaded from, its `options`, and the `deadline` of a call.
     """
     kind = load_object(first["kind"]) if isinstance(first["kind"], str) else first["kind"]
-    living: dict[int, Environment] = {}
-    """Environments by the numbers of their episodes."""
+    finishes, living = kind.finish is not Environment.finish, dict[int, Environment]()
+    """Whether it has a last reward; and environments by the numbers of their episodes."""
 
     def end(number: int) -> None:
         try:
@@ -145,9 +146,10 @@ def prepare(first: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str,
             if "describe" in request:
                 made = living[number] = kind(**first["options"])
                 made.deadline = START
-                facts: dict[str, Any] = {name: bool(getattr(made, name)) for name in FLAGS}
+                how_played = ("scores", "keeps_special", "ends_at_limit", "replayable")
+                facts: dict[str, Any] = {name: bool(getattr(made, name)) for name in how_played}
                 facts |= {"stop_strings": [str(text) for text in made.stop_strings]}
-                facts |= {"template_kwargs": dict(made.template_kwargs), "finishes": _finishes(kind)}
+                facts |= {"template_kwargs": dict(made.template_kwargs), "finishes": finishes}
                 end(number)
                 return facts
             if "start" in request:
@@ -163,7 +165,7 @@ def prepare(first: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str,
                 return {"reward": reward}
             step = checked_step(living[number].step(request["action"], array_of(request["tokens"])))
             observation = None if step.observation is None else written(step.observation)
-            if step.done and not _finishes(kind):
+            if step.done and not finishes:
                 end(number)
             messages = None if step.messages is None else written(step.messages)
             answer = {"observation": observation, "reward": step.reward, "done": step.done, "seat": step.seat}
@@ -178,14 +180,6 @@ def prepare(first: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str,
         return failed
 
     return answer
-
-
-FLAGS = ("scores", "keeps_special", "ends_at_limit", "replayable")
-"""Class variables that say how episodes are played."""
-
-
-def _finishes(kind: type[Environment]) -> bool:
-    return kind.finish is not Environment.finish
 
 
 def written(observation: Observation) -> Any:
@@ -417,8 +411,9 @@ class Player:
         """
         kind, source, options = read_environment(config, tokenizer)
         count = config.workers or min(8, os.cpu_count() or 1)
-        self._turns, self._tokenizer, self._template_kwargs = config.turns, tokenizer, template_kwargs or {}
-        self._history: History = history
+        self._begun = partial(
+            Episode, tokenizer=tokenizer, turns=config.turns, template_kwargs=template_kwargs, history=history
+        )
         self._workers = [EnvironmentWorker(kind, source, options, config.deadline) for _ in range(count)]
         self._numbers = itertools.count()
         self._failures = Failures(stop_after)
@@ -456,8 +451,7 @@ class Player:
 
         def start(environment: RemoteEnvironment, number: int, row: Row) -> Episode:
             rng = np.random.default_rng([seed, number])
-            kwargs, history = self._template_kwargs, self._history
-            episode = Episode(environment, row, rng, self._tokenizer, self._turns, kwargs, history)
+            episode = self._begun(environment, row, rng)
             episode.on_end = lambda ended: self._failures.count(ended.failure)
             return episode
 

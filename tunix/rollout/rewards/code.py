@@ -11,7 +11,6 @@ import re
 import secrets
 import selectors
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from tunix.rollout.workers.process import kill_group
 
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 _JAIL = Path(__file__).with_name("jail.py")
@@ -120,8 +121,7 @@ def run_tests(program: str, tests: Sequence[str], timeout: float, memory_mb: int
     except BrokenPipeError:  # it has ended before it was asked
         return 0
     finally:
-        with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_group(process)
         process.wait()
         for pipe in (process.stdin, process.stdout):
             with contextlib.suppress(BrokenPipeError):  # what it did not read is lost with it

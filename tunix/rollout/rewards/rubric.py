@@ -13,6 +13,7 @@ is the whole reply or none: what a completion says, quoted or not, is never read
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -38,16 +39,6 @@ class Unclear(ValueError):
     """A reply that is no verdict; the text goes on from `the reply`, e.g. `leaves out 'polite'`."""
 
 
-@dataclass(frozen=True)
-class Criterion:
-    """What a judge scores."""
-
-    name: str
-    """Its name in verdicts and metrics, e.g. `polite`."""
-    weight: float
-    """Its share in the score, relative to the others, e.g. 2.0."""
-
-
 Verdict = dict[str, Any]
 """Criterion -> `{"score": 0.5, "reason": "..."}`; of a comparison `{"better": "A", "reason": "..."}`."""
 
@@ -58,14 +49,16 @@ class Rubric:
 
     text: str
     """The whole file, which the judge is shown."""
-    criteria: tuple[Criterion, ...]
+    criteria: Mapping[str, float]
+    """By its name in verdicts and metrics the weight of each criterion relative to the others, e.g. `{"polite": 2.0}`.
+    """
     scale: tuple[float, float]
     """Worst and best score, e.g. `(0.0, 1.0)`."""
 
     def question(self, prompt: str, completion: str) -> str:
         """What the judge is asked about one completion."""
         low, high = (f"{bound:g}" for bound in self.scale)
-        wanted = ", ".join(f'"{x.name}": {{"score": {low}, "reason": "..."}}' for x in self.criteria)
+        wanted = ", ".join(f'"{name}": {{"score": {low}, "reason": "..."}}' for name in self.criteria)
         return self._asked(
             {"prompt": prompt, "answer": completion},
             f"Score every criterion with a number from {low} (worst) to {high} (best), with a reason in one sentence. "
@@ -99,7 +92,7 @@ class Rubric:
         """
         fields: Any = {"score": Annotated[float, Field(ge=self.scale[0], le=self.scale[1])], "reason": str}
         judged = STRICT(TypedDict("judged", fields))  # pyright: ignore[reportArgumentType]
-        criteria: Any = {criterion.name: judged for criterion in self.criteria}
+        criteria: Any = dict.fromkeys(self.criteria, judged)
         return _read(reply, STRICT(TypedDict("verdict", criteria)))  # pyright: ignore[reportArgumentType]
 
     def preference(self, reply: str) -> Verdict:
@@ -119,7 +112,7 @@ class Rubric:
     def score(self, verdict: Verdict) -> float:
         """The mean of the criteria's shares by their weights, in [0, 1]."""
         shares = self.shares(verdict)
-        return sum(x.weight * shares[x.name] for x in self.criteria) / sum(x.weight for x in self.criteria)
+        return sum(weight * shares[name] for name, weight in self.criteria.items()) / sum(self.criteria.values())
 
 
 def read_rubric(path: str, scale: tuple[float, float]) -> Rubric:
@@ -134,7 +127,7 @@ def read_rubric(path: str, scale: tuple[float, float]) -> Rubric:
     except (OSError, UnicodeDecodeError) as error:
         said = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
         raise UserError(f"{where} cannot be read: {said}; write one, as in docs/guide/judges.md") from error
-    criteria: list[Criterion] = []
+    criteria = dict[str, float]()
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.startswith("-") or not line.strip("- "):  # prose, or a rule across the page
             continue
@@ -150,12 +143,12 @@ def read_rubric(path: str, scale: tuple[float, float]) -> Rubric:
             weight = math.nan
         if not (weight > 0 and math.isfinite(weight)):
             raise UserError(f"{where}, line {number}: the weight {read['weight']!r} is no number above 0, such as 2")
-        if read["name"] in (x.name for x in criteria):
+        if read["name"] in criteria:
             raise UserError(f"{where}, line {number}: {read['name']} stands there twice: give one of them another name")
-        criteria.append(Criterion(read["name"], weight))
+        criteria[read["name"]] = weight
     if not criteria:
         raise UserError(f"{where} has no criterion: write at least one line `- name (weight): description`")
-    return Rubric(text, tuple(criteria), scale)
+    return Rubric(text, criteria, scale)
 
 
 def _read(reply: str, form: Any) -> Verdict:

@@ -36,10 +36,12 @@ class Scorer:
     """Scores completions with one or several rewards, each call within a deadline.
 
         with Scorer([RewardFunction(name="exact_match"), my_function]) as scorer:
-            scores = scorer.score(prompts, completions, {"answer": answers})
+            scoring = Scoring(scorer, {"": ["answer"]})
+            scoring.add(0, "2+2=", "4", {"answer": "4"})
+            scores = scoring.result()
 
-    `open` returns at once, so that scoring overlaps with other work. A function of a notebook's cell runs in a thread
-    of this process (see `WorkerThread` for its limits), every other function in worker processes.
+    `add` returns at once, so that scoring overlaps with other work. A function of a notebook's cell runs in a thread of
+    this process (see `WorkerThread` for its limits), every other function in worker processes.
     """
 
     def __init__(
@@ -98,36 +100,6 @@ class Scorer:
         """The rewards of a data set."""
         return [x for x in self.rewards if x.data_set == (data_set if data_set in self.data_sets else "")]
 
-    def score(
-        self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence[Any]] | None = None
-    ) -> dict[str, list[Score]]:
-        """Scores by reward name, each in the order of the samples.
-
-        Args:
-            prompts: one for each sample.
-            completions: one for each sample.
-            columns: the rows' columns by name, one value for each sample.
-
-        Raises:
-            UserError: a column is missing, or has values that cannot be sent to a worker.
-        """
-        columns = columns or {}
-        for name, values in (("completions", completions), *columns.items()):
-            if len(values) != len(prompts):
-                raise ValueError(f"{name} has {len(values)} values for {len(prompts)} prompts")
-        scoring = self.open({"": columns})
-        for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            scoring.add(number, prompt, completion, {name: values[number] for name, values in columns.items()})
-        return {name: list(scores.values()) for name, scores in scoring.result().items()}
-
-    def open(self, columns: Mapping[str, Iterable[str]]) -> "Scoring":
-        """Begins to score samples that come one after the other, with these columns, by data set.
-
-        Raises:
-            UserError: a column that a reward requires is missing.
-        """
-        return Scoring(self, columns)
-
     def only(self, *, batched: bool) -> "Scorer | None":
         """The same workers with the functions that read the whole batch, or with those that read single samples; None
         without any."""
@@ -151,7 +123,11 @@ class Scoring:
     """Scoring that was begun: samples are added in any order, and `result` waits for the scores."""
 
     def __init__(self, scorer: Scorer, columns: Mapping[str, Iterable[str]]) -> None:
-        """Is created by `Scorer.open`."""
+        """Begins to score samples whose rows have these columns, by data set.
+
+        Raises:
+            UserError: a column that a reward requires is missing.
+        """
         self._scorer = scorer
         present: dict[str, list[str]] = {}
         """Columns of the data sets that have rewards of their own, and, under an empty name, of all others."""

@@ -129,6 +129,14 @@ def end_marked(mark: str) -> None:
         time.sleep(0.003)
 
 
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kills a process that leads a group, and what it has started in there; nothing where it has been waited for: its
+    process id may belong to another one by then."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 class Lost(Exception):
     """A worker hung or died during a call; the text ends a sentence that begins with the name of what was called."""
 
@@ -217,12 +225,8 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """Kills the process and all that it has started; any thread may call this."""
-        process = self._process
-        # Until it has been waited for, its process id cannot belong to another process.
-        if process is not None and process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        if process is not None:
+        if (process := self._process) is not None:
+            kill_group(process)
             end_marked(self._mark)
 
     def close(self) -> None:
