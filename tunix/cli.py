@@ -212,11 +212,24 @@ REWARDS = together(
     value("--reward-model MODEL", "hub id, folder or run of a reward model that scores each completion"),
     value("--deadline S", "maximum seconds of a reward's call (10)", float, 10.0),
 )
+DRAFTS = together(
+    value(
+        "--speculate N",
+        "draft tokens of each step, 7 at most: they change no answer, and save time where they are right (0)",
+        int,
+        0,
+        choices=range(8),
+    ),
+    switch(
+        "--mtp", text="the model's own head drafts them (Qwen 3.5's mtp.*), not what followed the same tokens before"
+    ),
+)
 PROMPTS = together(
     value("--system TEXT", "system message of the chat"),
     switch("--raw", text="send text as it stands, also where there is a chat template"),
     values("--stop TEXT", "ends an answer, and is left out of its text"),
     value("--seed N", "of the sampling: the same seed gives the same answers (0)", seed, 0),
+    DRAFTS,
     DTYPE,
 )
 
@@ -642,6 +655,7 @@ def _chat(parsed: Parsed) -> None:
     ),
     value("--max-length N", "maximum tokens of prompt and answer (the model's own)", count),
     slots("requests answered"),
+    DRAFTS,
     switch("--enable-lora", text="let a run load adapters beside the weights, which then are kept twice"),
     value(
         "--allow-updates FOLDER",
@@ -658,6 +672,8 @@ def _serve(parsed: Parsed) -> None:
 
     if (parsed.model is None) is not parsed.tiny:
         raise UserError("tunix serve wants a model, or --tiny for a small random one, and not both")
+    if parsed.tiny and parsed.mtp:
+        raise UserError("--mtp: the small random model of --tiny has no head that drafts tokens: leave it out")
     key = read_key(parsed.api_key_file, parsed.host)
     # Before anything is imported: reading and compiling a model takes minutes, which a taken port makes worthless.
     # Clients wait until the model is there.

@@ -51,7 +51,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Literal, NamedTuple, no_type_check
 
 import jax
@@ -493,6 +493,17 @@ class Usage:
     """Draft tokens that were checked, e.g. 81920; 0 without `rollout.speculate`."""
     accepted: int = 0
     """Those of them that were sampled there anyway, e.g. 24576."""
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(*(x + y for x, y in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: Usage) -> Usage:
+        return Usage(*(x - y for x, y in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def drafts(self) -> str:
+        """What came of draft tokens, e.g. `, 24576 of 81920 draft tokens accepted`; empty where there were none."""
+        return f", {self.accepted} of {self.drafted} draft tokens accepted" if self.drafted else ""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.mtp import folder_with_head
+from tests.mtp import DENSE, MIXTURE, folder_with_head
 from tests.tiny_models import tokens
 from tests.tiny_runs import metrics
 from tunix.recipe.recipe import Recipe
@@ -36,8 +36,9 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_the_head_trains_and_all_else_is_as_without_it(tmp_path):
-    folder_with_head(tmp_path / "base")
+@pytest.mark.parametrize("case", [DENSE, MIXTURE])
+def test_the_head_trains_and_all_else_is_as_without_it(case, tmp_path):
+    folder_with_head(tmp_path / "base", case)
 
     def fit(name: str, **model: Any) -> Path:
         sections = {

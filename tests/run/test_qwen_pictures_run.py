@@ -3,6 +3,7 @@
 Pictures of 20 to 52 x 24 pixels have 3 to 8 tokens each. What all models with pictures share is in `test_pictures_run`.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from PIL import Image
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from tests.data import rendered_as
+from tests.hf.test_model_folder import rewrite
 from tests.models.test_qwen_vision import given
+from tests.mtp import head_of
 from tests.run.test_pictures_run import CHANGES as GEMMA
 from tests.run.test_pictures_run import (
     COLOURS,
@@ -132,6 +135,33 @@ def test_an_environment_shows_the_pictures_of_its_row(tmp_path):
 @pytest.mark.parametrize("changes", [{}, GRPO], ids=["sft", "grpo"])
 def test_killed_it_ends_like_the_uninterrupted_run(tmp_path, changes):
     assert_killed_with_pictures_it_ends_alike(tmp_path, {**CHANGES, **changes})
+
+
+def test_the_models_own_head_drafts_and_trains_with_pictures(tmp_path, base):
+    """The policy moves as without it, drafts are counted, and the head alone differs in the export."""
+    _, head = head_of(base.config.text_config)
+    rewrite(tmp_path / "base", lambda others: {**others, **head})
+    fields = json.loads((tmp_path / "base/config.json").read_text())
+    fields["text_config"]["mtp_num_hidden_layers"] = 1
+    (tmp_path / "base/config.json").write_text(json.dumps(fields))
+
+    def fit(name: str, mtp: str | None, speculate: int) -> list[dict[str, Any]]:
+        changes = {"model": {**CHANGES["model"], "mtp": mtp}, "rollout.speculate": speculate, "output": name}
+        train(str(write_recipe(tmp_path / f"{name}.yaml", {**CHANGES, **GRPO, **changes, "steps": 3})))
+        return [row for row in metrics(name) if "train/loss" in row]
+
+    for step, drafted in zip(fit("plain", None, 0), fit("drafted", "train", 2), strict=True):
+        assert step["reward/mean"] == drafted["reward/mean"]
+        np.testing.assert_allclose(step["train/loss"], drafted["train/loss"], atol=1e-5)
+        assert drafted["mismatch/max"] < 1e-4
+        assert 0 <= drafted["perf/rollout_accepted"] <= 1
+        assert np.isfinite(drafted["loss/mtp"])
+        assert drafted["compile/count"] == 0
+    before, plain, after = (tensors_of_folder(tmp_path / x) for x in ("base", "plain/export", "drafted/export"))
+    assert before.keys() == plain.keys() == after.keys()
+    for name in head:
+        assert np.array_equal(before[name].read(), plain[name].read())
+        assert not np.array_equal(before[name].read(), after[name].read()), name
 
 
 def test_an_adapter_goes_to_peft_and_to_a_whole_model(tmp_path, base):

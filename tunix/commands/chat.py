@@ -40,6 +40,8 @@ def chat(options: InferenceOptions, *, sampling: Sampling, seed: int = 0) -> Non
         _print_status(f"plain continuation: {plain}. Your lines and the answers are one text that goes on")
     while (line := _read()) is not None and line.strip() != "/quit":
         conversation.handle(line)
+    if drafts := inference.engine.total.drafts:
+        _print_status(f"{conversation.answers} answers{drafts}")
 
 
 def _read() -> str | None:

@@ -188,21 +188,21 @@ class ComparedAdapters:
                 together[str(path)] = adapter
         if together:
             self.mixtures.insert(0, ({}, together))
-        self._engine = inference.new_engine(model, mesh, {name for tables, _ in self.mixtures for name in tables})
+        self.engine = inference.new_engine(model, mesh, {name for tables, _ in self.mixtures for name in tables})
         self._versions = count()
 
     def sample(self, requests: List[Request], bar: Bar, done: int) -> dict[Path, list[Completion]]:
         """The completions of the requests with each adapter; `done` were sampled before."""
         completions: dict[str, list[Completion]] = {}
         for tables, adapters in self.mixtures:
-            self._engine.publish({**self._params, **tables}, next(self._versions), adapters=adapters)
+            self.engine.publish({**self._params, **tables}, next(self._versions), adapters=adapters)
             before = done + len(requests) * len(completions)
 
             def show(number: int, _: np.ndarray, before: int = before) -> None:
-                bar.show(before + max(0, number + 1 - self._engine.slots))  # requests start in order
+                bar.show(before + max(0, number + 1 - self.engine.slots))  # requests start in order
 
             mixed = [replace(request, adapter=name) for name in adapters for request in requests]
-            sampled = self._engine.run(mixed, on_tokens=show)
+            sampled = self.engine.run(mixed, on_tokens=show)
             for i, name in enumerate(adapters):
                 completions[name] = sampled[i * len(requests) :][: len(requests)]
         return {path: completions[str(path)] for path in self.paths}
@@ -272,6 +272,8 @@ def generate(model: InferenceOptions, options: GenerateOptions) -> None:
             if adapter := more.get("adapter"):
                 name = f"{adapter}, {name}" if options.n > 1 else adapter
             print(f"--- {name} ({completion.finish})\n{inference.text(completion)}")
+        if drafts := call.engine.total.drafts:
+            print(f"({options.n} answers{drafts})", file=sys.stderr)
     else:  # printed as it is sampled
         assert inference.tokenizer is not None  # a string was encoded
         stream = TextStream(inference.tokenizer, options.sampling.stop_strings)
@@ -282,8 +284,10 @@ def generate(model: InferenceOptions, options: GenerateOptions) -> None:
         request = Request(prompts[0].tokens, options.sampling, options.seed)
         (completion,) = inference.engine.run([request], on_tokens=show)
         print(stream.finish())
-        if completion.finish == "length":
-            print(f"(cut off after {len(completion.tokens)} tokens)", file=sys.stderr)
+        drafts = inference.engine.total.drafts
+        if drafts or completion.finish == "length":
+            how = "cut off after " if completion.finish == "length" else ""
+            print(f"({how}{len(completion.tokens)} tokens{drafts})", file=sys.stderr)
 
 
 Answer = tuple[int, int, Completion, Mapping[str, Any]]
@@ -302,6 +306,11 @@ class _Call:
     def per_row(self) -> int:
         """Completions of each row."""
         return self.options.n * (len(self.compared.paths) if self.compared else 1)
+
+    @property
+    def engine(self) -> Engine:
+        """What samples; the first access reads the weights."""
+        return self.compared.engine if self.compared else self.inference.engine
 
     def write(self, out: Path) -> None:
         """Samples the missing chunks, and then writes the file."""
@@ -327,6 +336,8 @@ class _Call:
             "slots": inference.slots,
             **{key: list(x) if isinstance(x, tuple) else x for key, x in vars(options.sampling).items()},
         }
+        if inference.options.speculate:  # the last bits of log-probs follow from it
+            inputs |= {"speculate": inference.options.speculate, "mtp": inference.options.mtp}
         if self.compared:
             inputs["adapters"] = {str(path): digest_of_folder(path) for path in self.compared.paths}
         with resumable_output(out, inputs, rows * self.per_row, prompts * self.per_row) as output:
@@ -347,7 +358,8 @@ class _Call:
                         )
                     raise Interrupted(kept) from stopped
             summary = self._finish(output)
-        print(f"{summary}, written to {out}")
+        drafts = self.engine.total.drafts if chunks else ""
+        print(f"{summary}{drafts}, written to {out}")
 
     def sampled(self, chunks: List[range], done: int = 0) -> Generator[list[Answer], None, None]:
         """Samples and scores chunks of rows.

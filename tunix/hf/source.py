@@ -351,8 +351,8 @@ def loaded(source: Source, dtype: DType, mesh: Mesh) -> tuple[Model, Params]:
     scores = source.has_scalar_head
     inputs = simulated(source.rules, weights=False)
     model = Model(source.decoder, dtype=dtype, simulated=inputs, has_scalar_head=scores, has_lm_head=not scores)
-    params, _ = weights(source, model, mesh, seed=0, trained=dtype, frozen=dtype, full=True)
-    return model, params
+    trained, kept = weights(source, model, mesh, seed=0, trained=dtype, frozen=dtype, full=True)
+    return model, trained | kept
 
 
 def require_lm_head(source: Source, name: str) -> None:

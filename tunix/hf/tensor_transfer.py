@@ -189,11 +189,12 @@ def load(model: Model, stored: Mapping[str, Stored], dtypes: Mapping[str, DType]
 
 def places_of(config: DecoderConfig, tensor: Tensor, shape: tuple[int, ...]) -> dict[str, Place]:
     """The tensors that hold a parameter, and where each belongs in it."""
-    if not tensor.layered:
-        return dict.fromkeys(tensor.keys(None, shape), ())
-    keys = {place: tensor.keys(layer, shape[1:]) for place, layer in enumerate(config.layers_with(tensor.mixer))}
+    if tensor.layered:
+        keys = {(place,): tensor.keys(at, shape[1:]) for place, at in enumerate(config.layers_with(tensor.mixer))}
+    else:
+        keys = {(): tensor.keys(None, shape)}
     return {
-        key: (place, expert) if tensor.by_expert else (place,)
+        key: (*place, expert) if tensor.by_expert else place
         for place, tensors in keys.items()
         for expert, key in enumerate(tensors)
     }

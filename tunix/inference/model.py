@@ -117,6 +117,17 @@ class InferenceOptions:
     """Whether strings are sent unchanged, even if the tokenizer has a chat template."""
     length: int | None = None
     """Maximum tokens of prompt and answer; None for the model's limit."""
+    speculate: int = 0
+    """Draft tokens of each step, as a recipe's `rollout.speculate`, e.g. 1."""
+    mtp: bool = False
+    """Whether the model's own head makes them, as with a recipe's `model.mtp`."""
+
+    def __post_init__(self) -> None:
+        if self.mtp and not self.speculate:
+            raise UserError(
+                "--mtp loads a head that makes draft tokens, and --speculate asks for none: set that to 1 or more, or "
+                "leave --mtp out"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +141,8 @@ class InferenceModel:
     @cached_property
     def source(self) -> Source:
         """The structure, the location of the weights, and the tokenizer."""
-        source = self.known or pretrained(self.options.model, self.options.adapter)
+        mtp = "freeze" if self.options.mtp else None
+        source = self.known or pretrained(self.options.model, self.options.adapter, mtp=mtp)
         check_vocabulary(source)
         return source
 
@@ -217,10 +229,17 @@ class InferenceModel:
         engine.publish(params, version=0)
         return engine
 
-    def new_engine(self, model: Model, mesh: Mesh, moving: Collection[str] = ()) -> Engine:
-        """An engine without weights; `moving` as in `Engine`."""
-        decode = self.tokenizer.decode if self.tokenizer else None
-        return Engine(model, mesh, slots=self.slots, max_length=self.limit, decode=decode, moving=moving)
+    def new_engine(self, model: Model, mesh: Mesh, moving: Collection[str] = (), further: int = 0) -> Engine:
+        """An engine without weights, with room for so many tokens beyond the limit; `moving` as in `Engine`."""
+        return Engine(
+            model,
+            mesh,
+            slots=self.slots,
+            max_length=self.limit + further,
+            decode=self.tokenizer.decode if self.tokenizer else None,
+            moving=moving,
+            speculate=self.options.speculate,
+        )
 
     def with_stop_ids(self, sampling: Sampling) -> Sampling:
         """Checks sampling settings and adds the model's stop ids.

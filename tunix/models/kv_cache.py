@@ -173,6 +173,21 @@ def decode_specs(
     return tuple(specs)
 
 
+def embeddings(
+    model: Model, weights: Weights, tokens: Int[Array, "B C"], pictures: Pictures | None = None
+) -> Float[Array, "B C D"]:
+    """The embedded tokens, with those of pictures, which are whole, in the places of theirs."""
+    x = embedded(model.config, weights.top["embed/w"], tokens, model.dtype)
+    if pictures is not None:
+
+        def seen(x: Float[Array, "B C D"]) -> Float[Array, "B C D"]:
+            return with_pictures(x, model.soft_tokens(weights.top, pictures), pictures)
+
+        # The tower does not run where there are none.
+        x = jax.lax.cond(jnp.any(jnp.asarray(pictures.places) > 0), seen, lambda x: x, x)
+    return constrain(x, "rows", None, None)
+
+
 def extend(
     model: Model,
     weights: Weights,
@@ -182,7 +197,7 @@ def extend(
     views: Sequence[CachedView],
     states: StepView | PieceStates | None = None,
     adapters: Int[Array, "B"] | None = None,
-    pictures: Pictures | None = None,
+    inputs: Float[Array, "B C D"] | None = None,
 ) -> tuple[Float[Array, "B C D"], tuple[Cache | None, ...], Int[Array, "B C L k"] | None]:
     """Hidden states of new tokens after the final norm, the caches with them, and the experts that each token used.
 
@@ -194,19 +209,11 @@ def extend(
         views: where the tokens are written and what they see, for each kind of layer with pages.
         states: the same for layers with states, where there are any.
         adapters: the number of each row's adapter where there are several (`lora/multi_lora.py`), from 1; 0 for none.
-        pictures: room for those among the tokens, whole, which the views know too.
+        inputs: their embeddings, with pictures that the views know too; None for those of the tokens alone.
     """
     c = model.config
     ropes = [rope_tables(positions, kind.rope, kind.head_dim) for kind in c.distinct_kinds]
-    x = embedded(c, weights.top["embed/w"], tokens, model.dtype)
-    if pictures is not None:
-
-        def seen(x: Float[Array, "B C D"]) -> Float[Array, "B C D"]:
-            return with_pictures(x, model.soft_tokens(weights.top, pictures), pictures)
-
-        # The tower does not run where there are none.
-        x = jax.lax.cond(jnp.any(jnp.asarray(pictures.places) > 0), seen, lambda x: x, x)
-    x = constrain(x, "rows", None, None)
+    x = embeddings(model, weights, tokens) if inputs is None else inputs
     inputs_of_layers: Any = [None] * c.num_layers
     if c.layer_inputs:
         table, context, norm = (weights.top[name] for name in NAMES)
@@ -234,8 +241,8 @@ def draft(
     weights: Weights,
     cache: Cache | None,
     hidden: Float[Array, "B C D"],
-    tokens: Int[Array, "B C"],
-    positions: Int[Array, "B C"],
+    x: Float[Array, "B C D"],
+    positions: Int[Array, "B C ..."],
     view: CachedView,
 ) -> tuple[Float[Array, "B C D"], Cache | None]:
     """States from which the tokens after these are drafted, and the pages of the head that does so.
@@ -243,14 +250,13 @@ def draft(
     Args:
         cache: its pages.
         hidden: of each token the backbone's state before it, or what this returned for the token before.
-        tokens: at `positions` + 1 of their sequences.
-        positions: of the tokens before them, under which the head keeps each.
+        x: the embeddings of these tokens.
+        positions: where rope turns the tokens before them to, under which the head keeps each.
         view: where these are written and what they see.
     """
     assert isinstance(cache, Pages), "the head has attention"
     kind = model.config.cached_kinds[-1]
     rope = rope_tables(positions, kind.rope, kind.head_dim)
-    x = embedded(model.config, weights.top["embed/w"], tokens, model.dtype)
     return model.draft_head(weights.top)(x, hidden, rope, view, cache)
 
 

@@ -393,21 +393,25 @@ class Model:
         positions: Int[Array, "B T"],
         segment_ids: Int[Array, "B T"],
         parents: Int[Array, "B T"] | None = None,
+        pictures: Pictures | None = None,
     ) -> Float[Array, "B T D"]:
         """States from which the head drafts the token after each one; those of first tokens mean nothing.
 
         Args:
             hidden: of `forward`, of which that of the token before each is read.
-            parents: as in `types.Batch`.
+            parents, pictures: as in `types.Batch`.
         """
         before = before_each(segment_ids, parents)
-        earlier = jnp.take_along_axis(hidden, jnp.maximum(before, 0)[..., None], axis=1)
+        earlier = partial(jnp.take_along_axis, indices=jnp.maximum(before, 0)[..., None], axis=1)
         ids = jnp.where(before >= 0, segment_ids, 0)  # nothing is kept of a first token, which has none before it
         above = None if parents is None else jnp.where(before >= 0, parents, 0)
         places, kind = jnp.maximum(positions - 1, 0), self.config.cached_kinds[-1]
         view = Segments(ids, places, above, attention=self.attention)
-        x = embedded(self.config, params["embed/w"], tokens, self.dtype)
-        states, _ = self.draft_head(params)(x, earlier, rope_tables(places, kind.rope, kind.head_dim), view)
+        x, turned = embedded(self.config, params["embed/w"], tokens, self.dtype), places
+        if pictures is not None:
+            x = with_pictures(x, self.soft_tokens(params, pictures), pictures)
+            turned = places if pictures.rope is None else earlier(jnp.asarray(pictures.rope))
+        states, _ = self.draft_head(params)(x, earlier(hidden), rope_tables(turned, kind.rope, kind.head_dim), view)
         return states
 
     @jax.named_scope("head")

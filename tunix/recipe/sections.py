@@ -159,8 +159,6 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
         why = "trains weights of the base, which an adapter leaves as they are"
         why = why if recipe.adapter is not None else f"predicts tokens, and {recipe.algorithm.name} trains scores"
         yield f"model.mtp: train {why}: leave it out" + (", or set it to freeze" if recipe.adapter is not None else "")
-    if model.mtp and recipe.data.pictures:
-        yield "data.pictures: not seen by the head that model.mtp drafts with; leave one of the two out"
     if recipe.steps and recipe.epochs:
         yield f"steps and epochs: {recipe.steps} and {recipe.epochs}; give one, or clear one with `epochs=null`"
     if recipe.steps and recipe.logging.profile and (beyond := recipe.logging.profile.beyond(recipe.steps)):

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -177,8 +177,7 @@ class StepSampler(SamplingClient):
 
         processes.all_done("call", sample)
         if isinstance(self._sampler, Metered) and (new := self._sampler.usage) is not None:
-            old = self.usage or Usage(0, 0, 0.0)
-            self.usage = Usage(*(x + y for x, y in zip(astuple(old), astuple(new), strict=True)))
+            self.usage = new if self.usage is None else self.usage + new
         self._calls.end(self._step, call)
         return answers
 

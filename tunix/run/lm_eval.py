@@ -24,7 +24,6 @@ from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
 from tunix.inference.model import InferenceModel
 from tunix.protocols import SamplingClient
-from tunix.rollout.engine.engine import Engine
 from tunix.run.estimates import Estimate
 from tunix.types import Completion, Request, Sampling
 
@@ -165,7 +164,7 @@ def loaded(inference: InferenceModel, *, chat: bool) -> SampledLM:
         raise UserError(f"{inference.options.model} has no tokenizer, and the harness asks in texts")
     model, params, mesh = inference.weights()
     # A text as long as the model reads, and what follows it, have room.
-    engine = Engine(model, mesh, slots=inference.slots, max_length=inference.limit + 1, decode=tokenizer.decode)
+    engine = inference.new_engine(model, mesh, further=1)
     engine.publish(params, version=0)
     kwargs, system = inference.template_kwargs, inference.system if chat else None
     return SampledLM(engine, tokenizer, inference.limit, inference.source.stop_ids, kwargs, system)

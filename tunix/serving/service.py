@@ -223,7 +223,8 @@ class Service:
         running, waiting = self.batches.load
         gauges = {"requests_running": running, "requests_waiting": waiting, "slots": self.engine.slots}
         counters = {"prompt_tokens": 0, "generation_tokens": 0, "refused": 0, "cancelled": 0, **self.counts}
-        counters["prefilled_tokens"] = self.engine.prefilled
+        counters["prefilled_tokens"], total = self.engine.prefilled, self.engine.total
+        counters |= {"drafted_tokens": total.drafted, "accepted_tokens": total.accepted}
         lines = list[str]()
         for kind, values in (("gauge", gauges), ("counter", counters)):
             for name, value in sorted(values.items()):
@@ -345,7 +346,7 @@ class Service:
         if self._unlisted:
             raise Refusal(400, "its weights stay as they are: clients train adapters on them (--train)")
         try:
-            source = pretrained(str(folder))
+            source = pretrained(str(folder), mtp=self._inference.source.decoder.mtp)
             # An export names more ids to stop at than its base, where the turns of its chat template end in others.
             if replace(source.decoder, stops=()) != replace(self._inference.source.decoder, stops=()):
                 raise UserError(f"{folder} holds a model of another structure than {self.name}")

@@ -2,12 +2,19 @@
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.mtp import folder_with_head, load_with_head
+from tests.marks import slow
+from tests.mtp import DENSE, MIXTURE, few, folder_with_head, load_seeing, load_with_head, seeing_folder_with_head
 from tests.rollout.engine.test_engine_parity import prompts, small_engine
+from tests.rollout.engine.test_engine_pictures import engine as seeing_engine
+from tests.rollout.engine.test_engine_pictures import sample
+from tests.rollout.engine.test_engine_qwen_pictures import PROMPTS
+from tunix.config import MeshConfig
+from tunix.mesh import build_mesh
 from tunix.models.config import MTP
 from tunix.models.model import Model, Params
 from tunix.types import Completion, Request, Sampling
@@ -18,10 +25,10 @@ VOCAB = 8
 MOST = 24
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
+@pytest.fixture(scope="module", params=[DENSE, MIXTURE])
+def tiny(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("mtp")
-    reference = folder_with_head(folder, vocab_size=VOCAB)
+    reference = folder_with_head(folder, request.param, vocab_size=VOCAB)
     return reference, *load_with_head(folder)
 
 
@@ -69,7 +76,8 @@ def test_a_head_that_predicts_what_the_model_does_saves_passes(tiny):
     whose projection passes the embedding on and whose layer adds nothing: greedily every draft is accepted. 24 tokens
     take 6 passes of 1 + 3 tokens."""
     _, model, params = tiny
-    closed = ("layers/o/w", "layers/out/w", "layers/down/w", "mtp/layer/o/w", "mtp/layer/down/w")
+    closed = ("layers/o/w", "layers/out/w", "layers/down/w", "layers/downs/w")
+    closed += ("mtp/layer/o/w", "mtp/layer/down/w", "mtp/layer/downs/w")
     weights = {name: 0 * x if name in closed else x for name, x in params.items()}
     width = model.config.d_model
     weights["mtp/join/w"] = jnp.concatenate([jnp.eye(width), jnp.zeros((width, width))])
@@ -84,3 +92,47 @@ def test_a_head_that_predicts_what_the_model_does_saves_passes(tiny):
     assert plain.usage is not None
     assert (engine.usage.drafted, engine.usage.accepted) == (3 * 3 * 6, 3 * 3 * 6)
     assert plain.usage.accepted == plain.usage.drafted == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "sizes"), [(DENSE, {"data": 2}), (MIXTURE, {"expert": 2})])
+def test_eight_devices_draft_what_one_does(case, sizes, tmp_path):
+    """A mixture's head has its experts over the devices too."""
+    different = {"num_experts": 4} if case == MIXTURE else {}
+    folder_with_head(tmp_path, case, vocab_size=VOCAB, **different)
+    model, params = load_with_head(tmp_path)
+    alone = small_engine(model, params, slots=8, speculate=2)
+    expected = alone.run(REQUESTS, observed)
+    mesh = build_mesh(MeshConfig(fsdp=2, tensor=2, **sizes), jax.devices()[:8])
+    spread = small_engine(model, load_with_head(tmp_path, mesh)[1], mesh=mesh, slots=8, speculate=2)
+    for completion, other in zip(expected, spread.run(REQUESTS, observed), strict=True):
+        np.testing.assert_array_equal(completion.tokens, other.tokens)
+    assert alone.usage is not None
+    assert spread.usage is not None
+    assert (alone.usage.drafted, alone.usage.accepted) == (spread.usage.drafted, spread.usage.accepted)
+
+
+@pytest.mark.parametrize("piece", [*slow([64]), 16])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_behind_pictures_are_those_of_a_pass_over_the_whole(temperature, piece, tmp_path):
+    """Prompts of up to 40 tokens with one to four pictures and without, two completions of each, in few slots: what is
+    accepted says that the head has read the pictures, and that rope turns what it keeps to the right places."""
+    reference = seeing_folder_with_head(tmp_path)
+    model, params = load_seeing(tmp_path)
+    sequences = tuple(replace(prompt, tokens=few(prompt.tokens)) for prompt in PROMPTS)
+    sampling = Sampling(max_tokens=24, temperature=temperature)
+    engine = seeing_engine(model, params, piece=piece, speculate=2)
+    drafted = sample(engine, sequences, 2, sampling)
+    plain = seeing_engine(Model(replace(model.config, mtp=None)), without_head(params), piece=piece)
+    expected = sample(plain, sequences, 2, sampling)
+    passes, sampled = 0, 0
+    for reference.prompt, several, others in zip(sequences, expected, drafted, strict=True):
+        for completion, other in zip(several, others, strict=True):
+            np.testing.assert_array_equal(completion.tokens, other.tokens)
+            np.testing.assert_allclose(completion.logprobs, other.logprobs, atol=1e-5)
+            passes += reference.passes(reference.prompt.tokens, completion, 2)
+            sampled += len(completion.tokens)
+    assert engine.usage is not None
+    assert engine.usage.drafted == 2 * passes
+    assert engine.usage.accepted == sampled - passes
+    assert sampled - passes > sampled // 20

@@ -264,20 +264,24 @@ TENSORS: Mapping[str, base.Tensor] = {
     **_DELTA,
     **{name: replace(tensor, runs=_CHANNELS) for name, tensor in _MIXED.items()},
 }
-MTP: Mapping[str, base.Tensor] = {
-    "mtp/join/w": base.Tensor("mtp.fc.weight", "D Dm", "Dm D"),
-    "mtp/embed_norm/w": base.Tensor("mtp.pre_fc_norm_embedding.weight", "D", "D"),
-    "mtp/hidden_norm/w": base.Tensor("mtp.pre_fc_norm_hidden.weight", "D", "D"),
-    "mtp/norm/w": base.Tensor("mtp.norm.weight", "D", "D"),
-    **{
-        f"mtp/layer/{name.removeprefix('layers/')}": replace(
-            tensor, name=tensor.name.replace("model.layers.{layer}.", "mtp.layers.0."), mixer=None
-        )
-        for name, tensor in TENSORS.items()
-        if tensor.layered and tensor.mixer != DELTANET
-    },
-}
-"""The head that drafts tokens: its layer is one of attention."""
+
+
+def mtp_of(tensors: Mapping[str, base.Tensor]) -> dict[str, base.Tensor]:
+    """The tensors of the head that drafts tokens, whose layer is one of a model's that have attention."""
+    return {
+        "mtp/join/w": base.Tensor("mtp.fc.weight", "D Dm", "Dm D"),
+        "mtp/embed_norm/w": base.Tensor("mtp.pre_fc_norm_embedding.weight", "D", "D"),
+        "mtp/hidden_norm/w": base.Tensor("mtp.pre_fc_norm_hidden.weight", "D", "D"),
+        "mtp/norm/w": base.Tensor("mtp.norm.weight", "D", "D"),
+        **{
+            f"mtp/layer/{name.removeprefix('layers/')}": replace(
+                tensor, name=tensor.name.replace("model.layers.{layer}.", "mtp.layers.0."), mixer=None
+            )
+            for name, tensor in tensors.items()
+            if tensor.layered and tensor.mixer != DELTANET
+        },
+    }
+
 
 QWEN35 = base.FamilyText(
     model_types=("qwen3_5_text", "qwen3_5"),
@@ -306,7 +310,7 @@ QWEN35 = base.FamilyText(
     multimodal=VISION,
     prefixes=PREFIXES,
     passengers=PASSENGERS,
-    mtp=MTP,
+    mtp=mtp_of(TENSORS),
     vision=QWEN35_VISION,
 )
 
@@ -343,6 +347,19 @@ def write_moe(config: DecoderConfig) -> dict[str, Any]:
 
 _MOE = replace(_QWEN35, family="qwen3_5_moe", experts=Experts(NUMBER, ACTIVE, shared=FFN), feed_forward=EXPERTS)
 
+_MOE_TENSORS: Mapping[str, base.Tensor] = {
+    **TENSORS,
+    **BANKS,
+    **base.in_layers(
+        {
+            "shared_gate/w": ("mlp.shared_expert_gate.weight", "1 D", "D"),
+            "gate/w": ("mlp.shared_expert.gate_proj.weight", "Fs D", "D Fs"),
+            "up/w": ("mlp.shared_expert.up_proj.weight", "Fs D", "D Fs"),
+            "down/w": ("mlp.shared_expert.down_proj.weight", "D Fs", "Fs D"),
+        }
+    ),
+}
+
 QWEN35_MOE = base.FamilyText(
     model_types=("qwen3_5_moe_text", "qwen3_5_moe"),
     hub=r"qwen-?3\.[568].*\d+b-a\d+b",
@@ -351,18 +368,7 @@ QWEN35_MOE = base.FamilyText(
     classifier=None,
     read=read_qwen35_moe,
     write=write_moe,
-    tensors={
-        **TENSORS,
-        **BANKS,
-        **base.in_layers(
-            {
-                "shared_gate/w": ("mlp.shared_expert_gate.weight", "1 D", "D"),
-                "gate/w": ("mlp.shared_expert.gate_proj.weight", "Fs D", "D Fs"),
-                "up/w": ("mlp.shared_expert.up_proj.weight", "Fs D", "D Fs"),
-                "down/w": ("mlp.shared_expert.down_proj.weight", "D Fs", "Fs D"),
-            }
-        ),
-    },
+    tensors=_MOE_TENSORS,
     presets={"qwen3.5-35b-a3b": base.sized(_MOE, 2048, FFN, 40, 16, 2, 256, linear=three_to_one)},
     small=replace(QWEN35.small, family="qwen3_5_moe", ffn=32, experts=Experts(8, 2, shared=48), feed_forward=EXPERTS),
     linear=three_to_one,
@@ -370,4 +376,5 @@ QWEN35_MOE = base.FamilyText(
     prefixes=PREFIXES,
     stacked=base.STACKED,
     passengers=PASSENGERS,
+    mtp=mtp_of(_MOE_TENSORS),
 )

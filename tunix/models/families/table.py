@@ -113,7 +113,7 @@ def from_hf(raw: Mapping[str, Any], file: Path, pictures: bool = False, mtp: Mtp
 def without_mtp(file: Path, reason: str) -> UserError:
     """The error for a folder without a head that drafts tokens, where one is asked for."""
     return UserError(
-        f"model.mtp: {file}: {reason}: leave model.mtp out, or take a Qwen 3.5 folder with its mtp.* weights"
+        f"model.mtp (--mtp): {file}: {reason}: leave it out, or take a Qwen 3.5 folder with its mtp.* weights"
     )
 
 

@@ -174,6 +174,7 @@ class Engine(Sampler):
         """Held while requests are answered: there is room for one cache."""
         self.usage: Usage | None = None
         """What the last requests took; None where there were none."""
+        self._ended = Usage(0, 0, 0.0)
         self._serving: Batch | None = None
         self._prefilled = 0
         self._warm: Sizes | None = None
@@ -305,6 +306,7 @@ class Engine(Sampler):
             batch = Batch(published, sizes, self.decode, requests, reply, on_tokens, on_done, pause, self.lock)
             completions = batch.finish()
         self.usage = batch.meter.usage
+        self._ended += self.usage
         return completions
 
     def serve(self, pull: Pull, on_done: OnDone, on_progress: OnProgress) -> None:
@@ -336,13 +338,19 @@ class Engine(Sampler):
             try:
                 batch.finish()
             finally:
-                self._serving, self._prefilled = None, self.prefilled
+                self._serving, self._prefilled, self._ended = None, self.prefilled, self.total
         self.usage = batch.meter.usage
 
     @property
     def prefilled(self) -> int:
         """Tokens of prompts that `serve` has computed so far."""
         return self._prefilled + (0 if self._serving is None else self._serving.prefilled)
+
+    @property
+    def total(self) -> Usage:
+        """What all requests took so far."""
+        serving = self._serving
+        return self._ended if serving is None else self._ended + serving.meter.usage
 
     def hold(self) -> Published:
         """The weights that were published last, which stay as long as they are held.

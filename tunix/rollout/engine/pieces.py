@@ -90,6 +90,8 @@ class Inputs(NamedTuple):
     before: np.ndarray | None
     """`[s C]` the page of the token before each, where a head that drafts keeps what it knows of both; NOWHERE for the
     first of a sequence, None where no head drafts."""
+    before_rope: np.ndarray | None
+    """`[s C 3]` where rope turns that token to; None where that is its place, or where no head drafts."""
     pictures: Pictures | None
     """Those of each row, all of them whole; places for rope are also of text. None where the model sees none."""
 
@@ -111,7 +113,7 @@ class Piece:
             visits.append(Visits(blocks, pages, starts, owners, np.zeros(sizes.shards, np.int32)))
         writes = tuple(np.full(shape, NOWHERE, np.int32) for _ in kinds)
         last, adapters = np.full(sizes.slots, -1, np.int32), np.zeros(sizes.shards, np.int32)
-        sources = ends = pictures = None
+        sources = ends = pictures = rope = before = before_rope = None
         if sizes.chunk is not None:
             sources, ends = np.full((sizes.shards, length // sizes.chunk), CONTINUES, np.int32), last.copy()
         if sizes.vision is not None:  # room for as many of the largest pictures as a piece has at most
@@ -119,9 +121,23 @@ class Piece:
             pixels = np.zeros((sizes.shards, number, *sizes.vision.shape), np.uint8)
             rope = np.zeros((*shape, 3), np.int32) if sizes.vision.any_shape else None
             pictures = Pictures(pixels, np.zeros((sizes.shards, number, 2), np.int32), np.zeros(shape, np.int32), rope)
-        before = np.full(shape, NOWHERE, np.int32) if sizes.mtp else None
+        if sizes.mtp:
+            before, before_rope = np.full(shape, NOWHERE, np.int32), None if rope is None else rope.copy()
         self.inputs = Inputs(
-            tokens, positions, ids, begins, tuple(visits), writes, last, adapters, sources, ends, None, before, pictures
+            tokens,
+            positions,
+            ids,
+            begins,
+            tuple(visits),
+            writes,
+            last,
+            adapters,
+            sources,
+            ends,
+            None,
+            before,
+            before_rope,
+            pictures,
         )
 
     def fill(self, row: int, jobs: deque[Job]) -> None:
@@ -185,14 +201,15 @@ class Piece:
                 inputs.sources[row, begin // chunk] = job.slot % sizes.slots_of_shard if job.start else FIRST
                 inputs.ends[job.slot] = begin + number - 1
             if seen is not None and seen.rope is not None:
-                seen.rope[at] = positions[:, None]
+                rope = None if job.pictures is None else job.pictures.rope
+                for turned, places in ((seen.rope, positions), (inputs.before_rope, np.maximum(positions - 1, 0))):
+                    if turned is not None:
+                        turned[at] = places[:, None] if rope is None else rope[places]
             if seen is not None and job.pictures is not None:
                 pictures, used = job.pictures.within(job.start, last), seen.number - room
                 free = np.s_[row, used : used + pictures.number]
                 seen.places[at] = np.where(pictures.places > 0, pictures.places + np.max(seen.places[row]), 0)
                 seen.pixels[free], seen.grids[free] = pictures.pixels, pictures.grids
-                if seen.rope is not None:
-                    seen.rope[at] = pictures.rope
             self.parts.append((job, row, begin, number, job.start))
             job.tokens, job.start = job.tokens[number:], last
             self._filled[row] = -(-(begin + number) // chunk) * chunk

@@ -38,7 +38,7 @@ from tunix.models.attention.pages import (
 )
 from tunix.models.blocks import Cache
 from tunix.models.deltanet import PieceStates, SlotStates, StatesAhead, StepView, by_first
-from tunix.models.kv_cache import Weights, draft, empty, extend
+from tunix.models.kv_cache import Weights, draft, embeddings, empty, extend
 from tunix.models.model import Model
 from tunix.models.vision import seen_ahead
 from tunix.rollout.engine.lookup import GRAM, NO_TOKEN, DraftTables, draft_tokens
@@ -170,8 +170,9 @@ def prefill(
     states = None if new.sources is None else PieceStates(new.ids, new.sources, new.ends)
     turned = new.positions if new.pictures is None or new.pictures.rope is None else new.pictures.rope
     layers = model.config.num_layers
+    x = embeddings(model, weights, new.tokens, new.pictures)
     hidden, caches, experts = extend(
-        model, weights, state.caches[:layers], new.tokens, turned, views, states, new.adapters, new.pictures
+        model, weights, state.caches[:layers], new.tokens, turned, views, states, new.adapters, x
     )
     last = new.last
     if new.before is not None:  # what the head that drafts keeps of each token and the next, but of the last one
@@ -187,7 +188,8 @@ def prefill(
         follows, places = jnp.where(new.positions > 0, new.ids, 0), jnp.maximum(new.positions - 1, 0)
         writes = Writes(new.before, places % size)
         view = PieceView(follows, new.positions - 1, new.begins - 1, new.visits[kind], writes)
-        _, head = draft(model, weights, state.caches[-1], before, new.tokens, places, view)
+        turned = places if new.before_rope is None else new.before_rope
+        _, head = draft(model, weights, state.caches[-1], before, x, turned, view)
         caches = (*caches, head)
     by_shard = last.reshape(len(new.adapters), -1)
     ends = jnp.take_along_axis(hidden, jnp.maximum(by_shard, 0)[..., None], axis=1).reshape(state.hidden.shape)
@@ -313,7 +315,8 @@ def decode(
             """What the model's head makes of tokens behind those from place `first` on, and its pages."""
             places = first[:, None] + jnp.arange(tokens.shape[1])
             seen = view(reads[paged.index(model.config.cached_kinds[-1])], places, live, size, None)
-            return draft(model, weights, head, before, tokens, places, seen)
+            turned = places if flow.turned is None else places + flow.turned[:, None]
+            return draft(model, weights, head, before, embeddings(model, weights, tokens), turned, seen)
 
         if has_head:
             before = hidden[:, None]
