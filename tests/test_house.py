@@ -254,9 +254,9 @@ def test_check_does_not_wake_a_device(tiny: tuple[str, ...]):
 
 
 BUDGETS = {
-    "lines": 63_675,
+    "lines": 63_774,
     "files": 302,
-    "functions": 3_257,
+    "functions": 3_265,
     "short functions used once": 99,
     "short files with one importer": 9,
     "calls with bundles": 40,
@@ -264,7 +264,7 @@ BUDGETS = {
     "recipe keys": 292,
     "recipe keys of GRPO": 39,
     "files in the closure of algorithms/grpo": 15,
-    "lines in the closure of algorithms/grpo": 4_031,
+    "lines in the closure of algorithms/grpo": 4_034,
     "banned local names": 0,
     "files with private names of others": 6,
 }

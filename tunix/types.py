@@ -497,14 +497,6 @@ class Usage:
     def __add__(self, other: Usage) -> Usage:
         return Usage(*(x + y for x, y in zip(astuple(self), astuple(other), strict=True)))
 
-    def __sub__(self, other: Usage) -> Usage:
-        return Usage(*(x - y for x, y in zip(astuple(self), astuple(other), strict=True)))
-
-    @property
-    def drafts(self) -> str:
-        """What came of draft tokens, e.g. `, 24576 of 81920 draft tokens accepted`; empty where there were none."""
-        return f", {self.accepted} of {self.drafted} draft tokens accepted" if self.drafted else ""
-
 
 @dataclass(frozen=True)
 class Workload:

@@ -40,7 +40,7 @@ def chat(options: InferenceOptions, *, sampling: Sampling, seed: int = 0) -> Non
         _print_status(f"plain continuation: {plain}. Your lines and the answers are one text that goes on")
     while (line := _read()) is not None and line.strip() != "/quit":
         conversation.handle(line)
-    if drafts := inference.engine.total.drafts:
+    if drafts := inference.engine.drafts:
         _print_status(f"{conversation.answers} answers{drafts}")
 
 

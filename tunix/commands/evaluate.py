@@ -175,6 +175,7 @@ def evaluate(model: InferenceOptions, options: EvalOptions, out: Path | None = N
                     results[task] = pairs(setting)
                 else:
                     results[task] = answers(setting, task)
+        head += setting.inference.engine.drafts if setting.samplings else ""
     if out is not None:
         listed = [{"task": task, **row} for task, result in results.items() for row in result.rows]
         numbers = {
@@ -391,7 +392,7 @@ def answers(setting: Setting, task: Task) -> EvalResult:
     columns = [*setting.rows[0], *setting.config.columns]
     sampling = replace(setting.sampling, temperature=temperature)
     with open_collector(inference, sampling, setting.rewards, columns, setting.config, setting.play) as collector:
-        engine, before = inference.engine, inference.engine.total
+        engine = inference.engine
         with closing(Bar("eval", n * len(prompts))) as bar:
             groups = collector.collect(ProgressSampler(engine, bar), prompts, n, options.seed)
         totals_PG = total_rewards(groups, collector.weights)
@@ -400,8 +401,7 @@ def answers(setting: Setting, task: Task) -> EvalResult:
     if len(failed) == len(scored):
         raise UserError(f"none of {len(failed)} answers could be scored, the first because {failed[0]}")
     sampled = f"temperature {temperature:g}" if temperature else "greedy"
-    drafts = (engine.total - before).drafts
-    notes = [f"{sampled}, {len(scored)} answers, {sum(answer.truncated for answer in scored)} cut off{drafts}{note}"]
+    notes = [f"{sampled}, {len(scored)} answers, {sum(answer.truncated for answer in scored)} cut off{note}"]
     notes += [f"{len(failed)} have no score and count nowhere; the first: {failed[0]}"] if failed else []
     threshold = 1.0 if options.threshold is None else options.threshold
     metrics: dict[str, Estimate] = {}

@@ -272,7 +272,7 @@ def generate(model: InferenceOptions, options: GenerateOptions) -> None:
             if adapter := more.get("adapter"):
                 name = f"{adapter}, {name}" if options.n > 1 else adapter
             print(f"--- {name} ({completion.finish})\n{inference.text(completion)}")
-        if drafts := call.engine.total.drafts:
+        if drafts := call.engine.drafts:
             print(f"({options.n} answers{drafts})", file=sys.stderr)
     else:  # printed as it is sampled
         assert inference.tokenizer is not None  # a string was encoded
@@ -284,10 +284,10 @@ def generate(model: InferenceOptions, options: GenerateOptions) -> None:
         request = Request(prompts[0].tokens, options.sampling, options.seed)
         (completion,) = inference.engine.run([request], on_tokens=show)
         print(stream.finish())
-        drafts = inference.engine.total.drafts
+        drafts = inference.engine.drafts
         if drafts or completion.finish == "length":
-            how = "cut off after " if completion.finish == "length" else ""
-            print(f"({how}{len(completion.tokens)} tokens{drafts})", file=sys.stderr)
+            said = "cut off after " if completion.finish == "length" else ""
+            print(f"({said}{len(completion.tokens)} tokens{drafts})", file=sys.stderr)
 
 
 Answer = tuple[int, int, Completion, Mapping[str, Any]]
@@ -358,7 +358,7 @@ class _Call:
                         )
                     raise Interrupted(kept) from stopped
             summary = self._finish(output)
-        drafts = self.engine.total.drafts if chunks else ""
+        drafts = self.engine.drafts if chunks else ""
         print(f"{summary}{drafts}, written to {out}")
 
     def sampled(self, chunks: List[range], done: int = 0) -> Generator[list[Answer], None, None]:

@@ -316,8 +316,10 @@ def sums_of(
         return sums
     if model.config.mtp == "train":
         fixed = {name: x if name.startswith(MTP) else jax.lax.stop_gradient(x) for name, x in params.items()}
-        segments, seen = jnp.asarray(batch.segment_ids), jax.tree.map(jnp.asarray, (batch.parents, batch.pictures))
-        states = model.draft_states(fixed, jax.lax.stop_gradient(hidden), tokens, positions, segments, *seen)
+        segments, parents = jnp.asarray(batch.segment_ids), jax.tree.map(jnp.asarray, batch.parents)
+        states = model.draft_states(
+            fixed, jax.lax.stop_gradient(hidden), tokens, positions, segments, parents, batch.pictures
+        )
         # Of the state of a sequence's first token, which the head does not have, nothing is asked.
         drafted, *_ = model.logprobs_of(fixed, states, tokens, positions - 1, mask)
         sums["loss/mtp"] = reduce(Term(-drafted), batch)

@@ -352,6 +352,12 @@ class Engine(Sampler):
         serving = self._serving
         return self._ended if serving is None else self._ended + serving.meter.usage
 
+    @property
+    def drafts(self) -> str:
+        """What came of draft tokens so far, e.g. `, 245 of 819 draft tokens accepted`; empty where there were none."""
+        total = self.total
+        return f", {total.accepted} of {total.drafted} draft tokens accepted" if total.drafted else ""
+
     def hold(self) -> Published:
         """The weights that were published last, which stay as long as they are held.
 
