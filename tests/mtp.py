@@ -99,12 +99,16 @@ def folder_with_head(folder: Path, name: str = DENSE, stacked: bool = False, **d
     return Reference(backbone.model, backbone.lm_head.weight, layer, kept)
 
 
-def head_of(config: Any) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """A random head: its layer, and its tensors by their names in a folder."""
+def head_of(config: Any, attends: float = 1.0) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """A random head: its layer, and its tensors by their names in a folder. Above 1 attention is so much sharper and
+    weighs more, so that the places of tokens, and pictures, decide what it drafts."""
     number = config.layer_types.index("full_attention")
     layer = (Qwen3_5MoeDecoderLayer if "moe" in config.model_type else Qwen3_5DecoderLayer)(config, number)
     layer.eval()
     randomise(layer, seed=1)
+    with torch.no_grad():
+        layer.self_attn.q_norm.weight.add_(attends - 1.0)
+        layer.self_attn.o_proj.weight.mul_(attends)
     generator = torch.Generator().manual_seed(2)
     tensors = {f"mtp.layers.0.{name}": x.detach().clone() for name, x in layer.state_dict().items()}
     tensors["mtp.fc.weight"] = torch.randn((WIDTH, 2 * WIDTH), generator=generator) * (2 * WIDTH) ** -0.5
@@ -161,7 +165,7 @@ def seeing_folder_with_head(folder: Path) -> SeeingReference:
     randomise(whole)
     whole.save_pretrained(folder)
     text = whole.model.language_model
-    layer, tensors = head_of(text.config)
+    layer, tensors = head_of(text.config, attends=4.0)
     rewrite(folder, lambda others: {**others, **tensors})
     fields = json.loads((folder / "config.json").read_text())
     fields["text_config"]["mtp_num_hidden_layers"] = 1
