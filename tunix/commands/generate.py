@@ -49,6 +49,7 @@ from tunix.inference.model import InferenceModel, InferenceOptions, TextStream, 
 from tunix.lora.multi_lora import LoadedAdapter
 from tunix.models.config import is_adapter
 from tunix.models.model import Params
+from tunix.rollout.engine.engine import Engine
 from tunix.rollout.rewards.config import RewardConfig
 from tunix.trainer.progress import readable
 from tunix.types import Completion, Request, Sampling

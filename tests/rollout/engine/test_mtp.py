@@ -1,6 +1,7 @@
 """Drafts of the model's own head: they change no sample, and are those that torch makes of whole sequences."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +99,7 @@ def test_a_head_that_predicts_what_the_model_does_saves_passes(tiny):
 @pytest.mark.parametrize(("case", "sizes"), [(DENSE, {"data": 2}), (MIXTURE, {"expert": 2})])
 def test_eight_devices_draft_what_one_does(case, sizes, tmp_path):
     """A mixture's head has its experts over the devices too."""
-    different = {"num_experts": 4} if case == MIXTURE else {}
+    different: dict[str, Any] = {"num_experts": 4} if case == MIXTURE else {}
     folder_with_head(tmp_path, case, vocab_size=VOCAB, **different)
     model, params = load_with_head(tmp_path)
     alone = small_engine(model, params, slots=8, speculate=2)
