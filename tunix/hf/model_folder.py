@@ -350,7 +350,7 @@ def save_folder(
         for name in (*(name for name in params if table[name].layered), *ends):
             tensor, array, layers = table[name], params[name], config.layers_with(table[name].mixer)
             for key, place in places_of(config, tensor, array.shape).items():
-                layer = layers[place[0]] if place else -1 if name == "embed/w" else math.inf
+                layer = layers[place[0]] if tensor.layered else -1 if name == "embed/w" else math.inf
                 if name in packed_by_name:
                     module, pack = key.removesuffix(VALUES), packed_by_name[name]
                     parts = packed_entries(module, array, place, tensor.outputs_first, pack)
