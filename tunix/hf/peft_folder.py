@@ -351,7 +351,7 @@ def save_adapter(
     for name, tensor in tensors:
         for key, place in places_of(config, tensor, pairs[name].shape).items():
             key = PREFIX + (key if config.vision is None else re.sub(r"^model\.", LANGUAGE, key))
-            layer = config.layers_with(tensor.mixer)[place[0]] if place else -1
+            layer = config.layers_with(tensor.mixer)[place[0]] if tensor.layered else -1
             by_layer.append((layer, entry_of(key, pairs[name], place, tensor, str(pairs[name].dtype))))
     entries = [entry for _, entry in sorted(by_layer, key=itemgetter(0))]  # tables, then layer by layer
     targeted = adapter.targeted_in(config)
