@@ -84,7 +84,7 @@ def check_products(config: DecoderConfig, dtype: DType, mesh: Mesh) -> None:
         UserError: they do, and by how much.
     """
     spec = _expert_spec(config, dtype, mesh)
-    if spec is None or mesh.devices.flat[0].platform == "cpu":
+    if spec is None or _platform(mesh) == "cpu":
         return
     d, f = spec.widths
     if (apart := grouped_difference(d, f, dtype)) > LIMIT:
@@ -104,7 +104,7 @@ def check_exchange(config: DecoderConfig, mesh: Mesh) -> None:
     Raises:
         UserError: they do, and by how much.
     """
-    if config.experts is None or mesh.devices.flat[0].platform == "cpu" or mesh.shape["expert"] == 1:
+    if config.experts is None or _platform(mesh) == "cpu" or mesh.shape["expert"] == 1:
         return
     apart = exchange_difference(mesh)
     if not apart < EXCHANGED:
@@ -121,3 +121,7 @@ def _expert_spec(config: DecoderConfig, dtype: DType, mesh: Mesh) -> GroupedSpec
     split = mesh.shape["tensor"]
     f = config.ffn // split if config.ffn % split == 0 else config.ffn
     return GroupedSpec(ALIGNED, (config.d_model, f), (dtype, dtype), capability(mesh.devices.flat[0]))
+
+
+def _platform(mesh: Mesh) -> str:
+    return mesh.devices.flat[0].platform
