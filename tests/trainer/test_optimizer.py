@@ -78,6 +78,33 @@ def test_moments_are_kept_in_what_the_recipe_says(name):
     assert all(x.dtype == jnp.float32 for x in updates.values())
 
 
+def test_rounded_moments_are_computed_with_in_float32():
+    """m is stored as bfloat16(0.1) after a gradient of 1, v as bfloat16(0.01); the next step, with none, takes 0.9 m and
+    0.99 v in float32 and corrects them by 1 - 0.9^2 and 1 - 0.99^2."""
+    config = OptimizerConfig(
+        learning_rate=1.0, b1=0.9, b2=0.99, eps=1e-12, schedule="constant", clip_norm=None, moments_dtype="bfloat16"
+    )
+    tx, params = build_optimizer(config, 100, MATRIX), {"layers/up/w": jnp.zeros((1, 1, 1))}
+    _, state = tx.update({"layers/up/w": jnp.ones((1, 1, 1))}, tx.init(params), params)
+    updates, _ = tx.update({"layers/up/w": jnp.zeros((1, 1, 1))}, state, params)
+    m, v = (float(jnp.asarray(x, jnp.bfloat16)) for x in (0.1, 0.01))
+    expected = -(0.9 * m / (1 - 0.9**2)) / (0.99 * v / (1 - 0.99**2)) ** 0.5
+    np.testing.assert_allclose(updates["layers/up/w"], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "sgd", "muon"])
+def test_matrices_decay_and_norms_and_biases_do_not(name):
+    """Without a gradient a weight of 1 loses rate x decay = 0.5 x 0.1."""
+    axes = MATRIX | {"layers/norm/w": ("layers", "embed"), "layers/up/b": ("layers", "ffn")}
+    plain = {"lion": {"b2": None}, "sgd": {"b1": 0.0, "b2": None}, "adafactor": {"b1": None, "b2": None}}.get(name, {})
+    config = OptimizerConfig(name=name, learning_rate=0.5, schedule="constant", weight_decay=0.1, **plain)
+    params = {of: jnp.ones((1, *(2 for _ in rest))) for of, (_, *rest) in axes.items()}
+    tx = build_optimizer(config, 100, axes)
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    np.testing.assert_allclose(updates["layers/up/w"], -0.05, rtol=1e-6)
+    assert not np.any(updates["layers/norm/w"]) and not np.any(updates["layers/up/b"])
+
+
 def test_moments_live_where_their_weights_do():
     """Each of 8 devices has an eighth of m and of v in float32, of a matrix in bfloat16."""
     client = trainer(devices=8, mesh=MeshConfig(fsdp=8), param_dtype="bfloat16")

@@ -71,7 +71,7 @@ def build_optimizer(config: OptimizerConfig, steps: int, axes: Mapping[str, Axes
     constants = config.constants
     match config.name:
         case "muon":
-            rule = [_muon(config, schedule, axes, mask)]
+            rule = [_muon(config, axes)]
         case "adamw":
             rule = [optax.scale_by_adam(constants["b1"], constants["b2"], constants["eps"])]
         case "lion":
@@ -82,10 +82,9 @@ def build_optimizer(config: OptimizerConfig, steps: int, axes: Mapping[str, Axes
             rule = [_by_layer(optax.chain(factored, optax.clip_by_block_rms(1.0)), axes)]
         case "sgd":
             rule = [optax.trace(constants["b1"]) if constants["b1"] else optax.identity()]
-    if config.name != "muon":
-        rule += [optax.add_decayed_weights(config.weight_decay, mask) if config.weight_decay else optax.identity()]
-        rule += [optax.scale_by_learning_rate(schedule)]
-    parts = [clip, *rule, *([] if config.lora_plus is None else [lora_plus(config.lora_plus)])]
+    decay = optax.add_decayed_weights(config.weight_decay, mask) if config.weight_decay else optax.identity()
+    parts = [clip, *rule, decay, optax.scale_by_learning_rate(schedule)]
+    parts += [] if config.lora_plus is None else [lora_plus(config.lora_plus)]
     return _in_float32(optax.chain(*parts), config.moments_dtype)
 
 
@@ -166,9 +165,7 @@ def _by_layer(inner: optax.GradientTransformation, axes: Mapping[str, Axes]) -> 
     return _in_parts(parts, inner, optax.GradientTransformation(init, update))
 
 
-def _muon(
-    config: OptimizerConfig, schedule: optax.Schedule, axes: Mapping[str, Axes], mask: Mapping[str, bool]
-) -> optax.GradientTransformation:
+def _muon(config: OptimizerConfig, axes: Mapping[str, Axes]) -> optax.GradientTransformation:
     """Muon for the matrices of the layers, AdamW for embeddings, norms and biases (as its authors do)."""
     # The axes of a stacked parameter that are rows and columns of a matrix; None if it is no matrix of a layer: also of
     # the taps of a convolution, which mix no channels.
@@ -181,15 +178,13 @@ def _muon(
             end = first + (2 if names[first : first + 2] == ("heads", "head") else 1)
             rows, columns = tuple(range(first, end)), tuple(range(end, len(names)))
             dimensions[name] = optax.contrib.MuonDimensionNumbers(rows, columns)
+    # Direction alone: optax would decay norms and biases too, as its mask is that of matrices, and takes the rate's sign.
     return optax.contrib.muon(
-        schedule,
+        -1.0,
         beta=0.95,
         eps=config.constants["eps"],
-        weight_decay=config.weight_decay,
-        weight_decay_mask=dict(mask),
         muon_weight_dimension_numbers=dimensions,
         consistent_rms=MUON_RMS,
-        adam_weight_decay=config.weight_decay,
         adam_b1=config.constants["b1"],
         adam_b2=config.constants["b2"],
     )
