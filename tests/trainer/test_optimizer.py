@@ -79,8 +79,8 @@ def test_moments_are_kept_in_what_the_recipe_says(name):
 
 
 def test_rounded_moments_are_computed_with_in_float32():
-    """m is stored as bfloat16(0.1) after a gradient of 1, v as bfloat16(0.01); the next step, with none, takes 0.9 m and
-    0.99 v in float32 and corrects them by 1 - 0.9^2 and 1 - 0.99^2."""
+    """After a gradient of 1, m is stored as bfloat16(0.1) and v as bfloat16(0.01); the next step, with none, takes
+    0.9 m and 0.99 v in float32 and corrects them by 1 - 0.9^2 and 1 - 0.99^2."""
     config = OptimizerConfig(
         learning_rate=1.0, b1=0.9, b2=0.99, eps=1e-12, schedule="constant", clip_norm=None, moments_dtype="bfloat16"
     )
@@ -102,7 +102,8 @@ def test_matrices_decay_and_norms_and_biases_do_not(name):
     tx = build_optimizer(config, 100, axes)
     updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
     np.testing.assert_allclose(updates["layers/up/w"], -0.05, rtol=1e-6)
-    assert not np.any(updates["layers/norm/w"]) and not np.any(updates["layers/up/b"])
+    assert not np.any(updates["layers/norm/w"])
+    assert not np.any(updates["layers/up/b"])
 
 
 def test_moments_live_where_their_weights_do():

@@ -32,6 +32,29 @@ def chained(inner: Exception) -> Exception:
         return error
 
 
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_contents_reach_the_disk_before_their_name_does(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """So that after a power cut no name is that of an empty file; then the folder, so that the name is not lost."""
+    path, flush = tmp_path / "new", os.fsync
+    flushed: list[tuple[int, bool]] = []  # number of the file or folder, and whether the name was there
+
+    def fsync(handle: int) -> None:
+        flushed.append((os.fstat(handle).st_ino, path.exists()))
+        flush(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if kind == "file":
+        write_text_atomic(path, "some")
+        contents = [path]
+    else:
+        with atomic_folder(path) as folder:
+            (folder / "inner").mkdir()
+            (folder / "inner" / "file").write_text("some")
+        contents = [path, path / "inner", path / "inner" / "file"]
+    assert {(x.stat().st_ino, False) for x in contents} == {x for x in flushed if not x[1]}
+    assert [x for x in flushed if x[1]] == [(tmp_path.stat().st_ino, True)]
+
+
 @pytest.mark.parametrize(
     ("error", "full"),
     [

@@ -178,7 +178,7 @@ def _muon(config: OptimizerConfig, axes: Mapping[str, Axes]) -> optax.GradientTr
             end = first + (2 if names[first : first + 2] == ("heads", "head") else 1)
             rows, columns = tuple(range(first, end)), tuple(range(end, len(names)))
             dimensions[name] = optax.contrib.MuonDimensionNumbers(rows, columns)
-    # Direction alone: optax would decay norms and biases too, as its mask is that of matrices, and takes the rate's sign.
+    # Directions alone, by a rate whose sign optax turns: its decay would take norms and biases too, whatever the mask.
     return optax.contrib.muon(
         -1.0,
         beta=0.95,
