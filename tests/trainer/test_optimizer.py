@@ -63,6 +63,25 @@ def test_muon_takes_each_experts_matrix_for_itself():
     np.testing.assert_allclose(moved("layers/ups/w", many), alone, rtol=1e-5, atol=1e-9)
 
 
+def test_what_is_no_matrix_moves_under_muon_as_under_adamw():
+    axes = {**MATRIX, "embed/w": ("vocab", "embed"), "layers/norm/w": ("layers", "embed")}
+    generator = np.random.default_rng(0)
+    params = {"layers/up/w": jnp.ones((2, 3, 4)), "embed/w": jnp.ones((5, 3)), "layers/norm/w": jnp.ones((2, 3))}
+    gradients = [jax.tree.map(lambda x: jnp.asarray(generator.normal(size=x.shape)), params) for _ in range(3)]
+
+    def moved(name: str) -> dict[str, jax.Array]:
+        config = OptimizerConfig(name=name, schedule="constant", weight_decay=0.1, clip_norm=None)
+        tx, state, updates = build_optimizer(config, 10, axes), None, {}
+        for gradient in gradients:
+            updates, state = tx.update(gradient, tx.init(params) if state is None else state, params)
+        return updates
+
+    muon, adamw = moved("muon"), moved("adamw")
+    assert not np.allclose(muon["layers/up/w"], adamw["layers/up/w"], rtol=0.1)
+    for name in ("embed/w", "layers/norm/w"):
+        np.testing.assert_array_equal(muon[name], adamw[name])
+
+
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
 def test_moments_are_kept_in_what_the_recipe_says(name):
     """And nothing else is: counters stay whole numbers, Muon's coefficients what they are."""

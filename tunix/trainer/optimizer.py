@@ -167,9 +167,9 @@ def _by_layer(inner: optax.GradientTransformation, axes: Mapping[str, Axes]) -> 
 
 def _muon(config: OptimizerConfig, axes: Mapping[str, Axes]) -> optax.GradientTransformation:
     """Muon for the matrices of the layers, AdamW for embeddings, norms and biases (as its authors do)."""
-    # The axes of a stacked parameter that are rows and columns of a matrix; None if it is no matrix of a layer: also of
-    # the taps of a convolution, which mix no channels.
-    dimensions: dict[str, Any] = dict.fromkeys(axes)
+    # Of each stacked parameter that is a matrix of a layer the axes that are its rows and columns. The taps of a
+    # convolution are none: they mix no channels.
+    matrices: dict[str, optax.contrib.MuonDimensionNumbers] = {}
     for name, names in axes.items():
         if names[0] == "layers" and len(names) >= 3 and "embed" in names and decays(name):
             # After those of layers and experts, contracted axes come first; `o` contracts heads and head, all others
@@ -177,14 +177,20 @@ def _muon(config: OptimizerConfig, axes: Mapping[str, Axes]) -> optax.GradientTr
             first = 2 if names[1] == "expert" else 1
             end = first + (2 if names[first : first + 2] == ("heads", "head") else 1)
             rows, columns = tuple(range(first, end)), tuple(range(end, len(names)))
-            dimensions[name] = optax.contrib.MuonDimensionNumbers(rows, columns)
-    # Directions alone, by a rate whose sign optax turns: its decay would take norms and biases too, whatever the mask.
-    return optax.contrib.muon(
+            matrices[name] = optax.contrib.MuonDimensionNumbers(rows, columns)
+
+    def by_matrix(tree: Any) -> tuple[dict[str, Any], ...]:
+        others = {name: x for name, x in tree.items() if name not in matrices}
+        return {name: tree[name] for name in tree if name in matrices}, others
+
+    # Matrices alone: optax moves others by Nesterov's variant of Adam, and decays norms and biases too. Its rate turns
+    # the sign.
+    muon = optax.contrib.muon(
         -1.0,
         beta=0.95,
         eps=config.constants["eps"],
-        muon_weight_dimension_numbers=dimensions,
+        muon_weight_dimension_numbers=matrices,
         consistent_rms=MUON_RMS,
-        adam_b1=config.constants["b1"],
-        adam_b2=config.constants["b2"],
     )
+    adam = optax.scale_by_adam(config.constants["b1"], config.constants["b2"], config.constants["eps"])
+    return _in_parts(by_matrix, muon, adam)
