@@ -6,7 +6,7 @@ https://arxiv.org/abs/1711.05101. Adafactor: Shazeer & Stern 2018, https://arxiv
 2023, https://arxiv.org/abs/2302.06675. Muon: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -59,12 +59,8 @@ def build_optimizer(config: OptimizerConfig, steps: int, axes: Mapping[str, Axes
     head = {name: of for name, of in axes.items() if name.startswith(MTP)}
     if 0 < len(head) < len(axes):
         rest = {name: of for name, of in axes.items() if name not in head}
-
-        def by_head(tree: Any) -> tuple[dict[str, Any], ...]:
-            return {name: x for name, x in tree.items() if name in rest}, {name: tree[name] for name in head}
-
         # The head that drafts is clipped and moved by itself, and all others are as without it.
-        return _in_parts(by_head, build_optimizer(config, steps, rest), build_optimizer(config, steps, head))
+        return _in_parts(_named(rest), build_optimizer(config, steps, rest), build_optimizer(config, steps, head))
     schedule = build_schedule(config, steps)
     clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
     mask = {name: decays(name) for name in axes}
@@ -131,6 +127,14 @@ def _in_parts(
     return optax.GradientTransformation(init, update)
 
 
+def _named(names: Collection[str]) -> Callable[[Any], tuple[dict[str, Any], ...]]:
+    """What splits parameters by name into those of these names and all others."""
+    return lambda tree: (
+        {name: x for name, x in tree.items() if name in names},
+        {name: x for name, x in tree.items() if name not in names},
+    )
+
+
 def lora_plus(ratio: float) -> optax.GradientTransformation:
     """LoRA+ (Hayou, Ghosh & Yu 2024, https://arxiv.org/abs/2402.12354): `eta_B = ratio * eta_A`.
 
@@ -178,11 +182,6 @@ def _muon(config: OptimizerConfig, axes: Mapping[str, Axes]) -> optax.GradientTr
             end = first + (2 if names[first : first + 2] == ("heads", "head") else 1)
             rows, columns = tuple(range(first, end)), tuple(range(end, len(names)))
             matrices[name] = optax.contrib.MuonDimensionNumbers(rows, columns)
-
-    def by_matrix(tree: Any) -> tuple[dict[str, Any], ...]:
-        others = {name: x for name, x in tree.items() if name not in matrices}
-        return {name: tree[name] for name in tree if name in matrices}, others
-
     # Matrices alone: optax moves others by Nesterov's variant of Adam, and decays norms and biases too. Its rate turns
     # the sign.
     muon = optax.contrib.muon(
@@ -193,4 +192,4 @@ def _muon(config: OptimizerConfig, axes: Mapping[str, Axes]) -> optax.GradientTr
         consistent_rms=MUON_RMS,
     )
     adam = optax.scale_by_adam(config.constants["b1"], config.constants["b2"], config.constants["eps"])
-    return _in_parts(by_matrix, muon, adam)
+    return _in_parts(_named(matrices), muon, adam)
