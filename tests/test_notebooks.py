@@ -3,6 +3,9 @@
 What the files store is what `make notebooks` made of the code that they hold; a digest says so.
 """
 
+import re
+import subprocess
+import sys
 from ast import literal_eval
 from pathlib import Path
 from tempfile import gettempdir
@@ -102,6 +105,14 @@ def test_what_a_notebook_shows_is_what_its_code_did(path: Path):
     assert "text" in shown
     for word in ("tokens/s", "Traceback", "Warning", str(ROOT), str(Path.home()), gettempdir() + "/"):
         assert word not in shown
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS.values(), ids=lambda path: path.stem)
+def test_what_a_notebook_imports_of_the_package_is_there(path: Path):
+    cells = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    lines = [line for source in cells for line in re.findall(r"^(?:from|import) tunix.*", source, re.MULTILINE)]
+    assert lines
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=ROOT, check=True)
 
 
 def test_the_digest_is_of_the_code_in_its_order():

@@ -53,7 +53,7 @@ class RowsConfig(Config):
 class SourceConfig(RowsConfig):
     """One of the data sets of a mixture."""
 
-    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    weight: Annotated[float, Field(gt=0)] = 1.0
     """Its share of the rows that are read: of two with weights 2 and 1, every three rows hold two of the first."""
 
 
@@ -98,7 +98,7 @@ class CurriculumConfig(Config):
     """How often a prompt is taken at least when its turn comes, so that none dies; of levels, those that are passed."""
     window: Positive = 8
     """Latest groups whose mean is a success rate: of a prompt, or of the level."""
-    success: Annotated[float, Field(allow_inf_nan=False)] = 0.5
+    success: float = 0.5
     """Total reward from which a completion counts as a success."""
     raise_at: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Success rate at which the level rises."""

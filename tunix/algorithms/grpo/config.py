@@ -107,7 +107,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     # GLM-5's loss of agents, 2026, https://arxiv.org/abs/2602.15763, eqs. 3 to 5, which has no bounds in print.
     "glm5": {"advantage": "mean", "surrogate": "mask", "reduction": "tokens"},
 }
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # no type checker reads names out of a table
     Preset = str
 else:
     Preset = Literal[*PRESETS]

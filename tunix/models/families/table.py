@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -168,7 +169,8 @@ class Sides(NamedTuple):
     outputs: int
 
 
-def matrices(config: DecoderConfig) -> dict[str, Sides]:
+@cache  # every step counts its operations by them
+def matrices(config: DecoderConfig) -> Mapping[str, Sides]:
     """The sides of the matrices of a model's layers, by our names such as `up`."""
     sizes, counts, sides = FAMILIES[config.family].axes(config), count_weights(config), dict[str, Sides]()
     for name, tensor in tensors_of(config).items():
