@@ -204,6 +204,34 @@ def test_a_trie_trains_each_token_once_and_after_the_one_before_it():
             begin = int(max(x for x in [0, *starts] if x <= place[column]))
             assert batch.tokens[0][order].tolist() == whole[begin : place[column] + 1].tolist()
         if trial % 2 == 0:
-            prefixes = {tuple(x[:n]) for x in transcripts for n in range(1, len(x) + 1)}
-            assert used.sum() < 1.3 * len(prefixes)
-            assert len(whole) > 2 * len(prefixes)
+            assert used.sum() < 1.3 * prefixes_of(transcripts)
+            assert len(whole) > 2 * prefixes_of(transcripts)
+
+
+def prefixes_of(transcripts: list[list[int]]) -> int:
+    """Tokens of a trie in which every shared token stands once."""
+    return len({tuple(x[:n]) for x in transcripts for n in range(1, len(x) + 1)})
+
+
+@pytest.mark.parametrize("turns", [20, 5])
+def test_a_history_that_is_shortened_begins_another_trunk(turns: int):
+    """Forty turns of 50 tokens, of which the next transcripts show the last 10; after every few of them a summary takes
+    the place of all turns."""
+    rng = np.random.default_rng(0)
+    history = prompt = rng.integers(3, 900, 50).tolist()
+    transcripts, trained = [], []
+    for number in range(40):
+        if number and number % turns == 0:
+            history = [*prompt, *rng.integers(3, 900, 20).tolist()]
+        turn = rng.integers(3, 900, 50).tolist()
+        transcripts.append([*history, *turn])
+        trained.append(np.arange(len(history) + 50) >= len(history))
+        history = [*history, *turn[40:], 1, 2]
+    made = sequence(np.concatenate(transcripts), np.concatenate(trained))
+    made = replace(made, restarts=tuple(int(x) for x in np.cumsum([len(x) for x in transcripts])[:-1]))
+    batch = pack([made], 1, len(made.tokens), trie=True)
+    assert batch.parents is not None
+    # Each trunk has the prompt once.
+    trunks = 40 // turns
+    assert len(np.unique(batch.parents[batch.segment_ids > 0])) == trunks
+    assert np.count_nonzero(batch.segment_ids) < 1.1 * prefixes_of(transcripts) + 50 * (trunks - 1)

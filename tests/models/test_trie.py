@@ -22,11 +22,14 @@ pytestmark = pytest.mark.models
 
 
 def episodes(vocab: int) -> list[Sequence]:
-    """Two of five turns each, of which the next transcript shows the last tokens, and one of a single transcript."""
+    """Two of five turns each, of which the next transcript shows the last tokens, and one of a single transcript. The
+    first begins anew after three turns."""
     rng, made = np.random.default_rng(3), []
     for turns in (5, 1, 5):
         history, transcripts, trained = rng.integers(3, vocab, 11).tolist(), [], []
-        for _ in range(turns):
+        for number in range(turns):
+            if number == 3 and not made:
+                history = rng.integers(3, vocab, 9).tolist()
             turn = rng.integers(3, vocab, 7).tolist()
             transcripts.append([*history, *turn])
             trained.append(np.arange(len(history) + 7) >= len(history))

@@ -125,11 +125,10 @@ def pack(
         if shared > 0:
             pieces.append((start, 0, shared, 0, number, parent, parent))
         for i, sequence in enumerate(group, start=start):
-            trunk = len(pieces)
-            for begin, end, zero, goes_on, branches in branched(sequence, trie and bool(packing)):
-                this = trunk if goes_on else len(pieces)
-                sees = parent if shared > 0 else trunk if branches else this
-                pieces.append((i, max(begin, shared), end, zero, number, this, sees))
+            offset = len(pieces)
+            for begin, end, zero, this, sees in branched(sequence, trie and bool(packing)):
+                sees = parent if shared > 0 else offset + sees
+                pieces.append((i, max(begin, shared), end, zero, number, offset + this, sees))
     owner_of, begin_of, end_of, zero_of, unit_of, first_of, parent_of = np.array(pieces, np.int64).T
     # The pictures of each piece, which has whole ones: text that all share follows them.
     pictures_of: list[Pictures] = []
@@ -237,50 +236,58 @@ def pack(
     )
 
 
-def branched(sequence: Sequence, trie: bool) -> list[tuple[int, int, int, bool, bool]]:
+def branched(sequence: Sequence, trie: bool) -> list[tuple[int, int, int, int, int]]:
     """The pieces of a sequence's transcripts, in their order in a row.
 
-    Of a trie, the trunk is the transcript with which the others share most. Each branches off where they differ, or
-    before, so that no token is left out which is trained or observed there, nor parted from the one before it.
+    Of a trie, some transcripts are trunks, and each other branches off the trunk with which it shares most: where they
+    differ, or before, so that no token is left out which is trained or observed there, nor parted from the one before
+    it. Trunks share nothing. Each further one is that which saves most tokens, as long as one does: where a history
+    begins anew, or is shortened, what follows has another trunk.
 
     Args:
         sequence: has `restarts`.
         trie: whether its transcripts share what they begin with; else each is one piece.
 
     Returns:
-        Of each: its first place in the sequence and its end, the place of position 0, whether it goes on with the first
-        piece, which is the trunk's, and whether it sees it.
+        Of each: its first place in the sequence and its end, the place of position 0, the piece that it goes on with
+        and the one that it also sees, itself where there is none.
     """
     bounds = list(pairwise((0, *sequence.restarts, len(sequence.tokens))))
     if not trie or len(bounds) == 1:
-        return [(zero, end, zero, False, False) for zero, end in bounds]
+        return [(zero, end, zero, i, i) for i, (zero, end) in enumerate(bounds)]
     read = sequence.loss_mask.astype(bool) | (sequence.per_token.get(OBSERVED, 0.0) > 0)
+    # Where each transcript leaves each trunk, `[trunk, transcript]`; 0 if they share nothing. The last shared token is
+    # repeated.
+    leaves = np.zeros((len(bounds), len(bounds)), np.int64)
+    for trunk, (begin, trunk_end) in enumerate(bounds):
+        unread = np.maximum.accumulate(np.where(read[begin:trunk_end], 0, np.arange(trunk_end - begin)))
+        for i, (zero, end) in enumerate(bounds):
+            most = min(end - zero, trunk_end - begin) if i != trunk else 0
+            differ = sequence.tokens[zero : zero + most] != sequence.tokens[begin : begin + most]
+            shared = int(np.argmax(np.append(differ | read[zero : zero + most], True)))
+            leaves[trunk, i] = unread[shared - 1] if shared else 0
 
-    def leaves(trunk: int) -> list[int]:
-        """The place in the trunk where each transcript leaves it; 0 for the trunk."""
-        places = []
-        begin, trunk_end = bounds[trunk]
-        for zero, end in bounds:
-            most = min(end - zero, trunk_end - begin) if zero != begin else 0
-            this, other = np.s_[zero : zero + most], np.s_[begin : begin + most]
-            ends = np.append((sequence.tokens[this] != sequence.tokens[other]) | read[this], True)
-            shared = int(np.argmax(ends))
-            # The last shared token is repeated.
-            places.append(max([0, *np.flatnonzero(~read[begin : begin + shared]).tolist()]))
-        return places
+    def saved(trunks: list[int]) -> int:
+        """The tokens that are left out with these trunks."""
+        return int(np.delete(leaves[trunks].max(axis=0, initial=0), trunks).sum())
 
-    trunk = max(range(len(bounds)), key=lambda i: sum(leaves(i)))
-    begin, end = bounds[trunk]
-    pieces, alone, done = [], [], 0
-    for place, (zero, stop) in sorted(zip(leaves(trunk), bounds, strict=True)):
-        if place > done:
-            pieces.append((begin + done, begin + place, begin, True, False))
-            done = place
-        if place:
-            pieces.append((zero + place, stop, zero, False, True))
-        elif zero != begin:
-            alone.append((zero, stop, zero, False, False))
-    return [*pieces, (begin + done, end, begin, True, False), *alone]
+    number, trunks = range(len(bounds)), []
+    while saved([*trunks, more := max(number, key=lambda i: saved([*trunks, i]))]) > saved(trunks):
+        trunks.append(more)
+    leaves[np.setdiff1d(number, trunks)] = leaves[:, trunks] = 0
+    # What shares nothing with a trunk is one, without branches.
+    trunk_of = np.where(leaves.any(axis=0), leaves.argmax(axis=0), number)
+    pieces: list[tuple[int, int, int, int, int]] = []
+    for trunk in dict.fromkeys(trunk_of.tolist()):
+        (begin, end), first, done = bounds[trunk], len(pieces), 0
+        branches = [(int(leaves[trunk, i]), *bounds[i]) for i in np.flatnonzero(trunk_of == trunk) if i != trunk]
+        for place, zero, stop in sorted(branches):
+            if place > done:
+                pieces.append((begin + done, begin + place, begin, first, first))
+                done = place
+            pieces.append((zero + place, stop, zero, len(pieces), first))
+        pieces.append((begin + done, end, begin, first, first))
+    return pieces
 
 
 def shared_tokens(group: List[Sequence]) -> int:
