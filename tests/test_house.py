@@ -254,7 +254,7 @@ def test_check_does_not_wake_a_device(tiny: tuple[str, ...]):
 
 
 BUDGETS = {
-    "lines": 62_836,
+    "lines": 62_847,
     "files": 302,
     "functions": 3_161,
     "short functions used once": 97,

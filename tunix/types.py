@@ -189,6 +189,8 @@ class Batch:
     interleaved: bool = field(default=False, metadata={"static": True})
     """Whether other segments may lie between the tokens of one, e.g. branches between those of what they continue: a
     branch sees what stands before it in the row."""
+    places: Int[Array | np.ndarray, "B T"] | None = None
+    """Each token's place in its sequence, e.g. 812 where a further transcript begins; None for micro-batches."""
     pictures: Pictures | None = None
     """The rows' pictures, e.g. of two in each row; None where the model sees none."""
     experts: Int[Array | np.ndarray, "B T L k"] | None = None

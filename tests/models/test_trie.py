@@ -1,7 +1,7 @@
 """Transcripts of an episode in a trie: states and gradients are those of transcripts that share nothing."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,12 @@ import pytest
 from tests.data.test_packing import sequence
 from tests.marks import slow
 from tests.rollout.engine.test_engine_parity import random_params
-from tests.tiny_models import CASES, load, reference_folder
+from tests.tiny_models import CASES, load, one_device, reference_folder
 from tests.trainers import PLAIN, RICH
 from tunix.data.packing import pack
 from tunix.models.model import Model
+from tunix.trainer.logprobs import Scorer, Scores
+from tunix.trainer.microbatches import Microbatcher
 from tunix.trainer.step import forward_of
 from tunix.types import Batch, Sequence
 
@@ -39,6 +41,21 @@ def episodes(vocab: int) -> list[Sequence]:
         one = sequence(whole, np.concatenate(trained), place=range(len(whole)))
         made.append(replace(one, restarts=tuple(int(x) for x in starts)))
     return made
+
+
+def test_scores_are_those_of_transcripts_that_share_nothing():
+    """Where a token is trained; the others have 0."""
+    model, sequences = replace(Model(RICH), has_scalar_head=True), episodes(Model(RICH).config.vocab_size)
+    params = random_params(model)
+    params["value/w"] = jnp.asarray(np.random.default_rng(1).normal(size=model.config.d_model), jnp.float32)
+    apart, shared = (Scorer(model, Microbatcher(1, one_device(), trie=trie), 220) for trie in (False, True))
+    rows, fewer = (np.count_nonzero(x.packed(sequences, 4).segment_ids) for x in (apart, shared))
+    assert 3 * fewer < 2 * rows
+    for kind in get_args(Scores):
+        expected, found = (x.scores(kind, params, sequences, 4) for x in (apart, shared))
+        for x, right, score in zip(sequences, expected, found, strict=True):
+            np.testing.assert_allclose(score, np.where(x.loss_mask, right, 0), atol=1e-5)
+            assert np.abs(right[x.loss_mask]).min() > 0
 
 
 def states(model: Model, params: Any, batch: Batch) -> jax.Array:

@@ -47,7 +47,7 @@ def test_transcripts_share_what_they_begin_with_where_turns_are_prompted_by_a_te
     played = {"environment": "guess.py:Guess"}
     appended, template = setup(rollout=played), setup(rollout={**played, "history": "template"})
     agent = setup(rollout={"environment": {"name": "agent", "agent": {"command": ["python"], "reward": "file"}}})
-    assert [x.trie for x in (appended, template, agent)] == [False, True, True]
+    assert [x.microbatcher.trie for x in (appended, template, agent)] == [False, True, True]
     assert [x.branched for x in (appended, template, agent)] == [False, True, True]
     row = Sequence(np.arange(1, 9, dtype=np.int32), np.arange(8) > 0)
     for trie in (False, True):

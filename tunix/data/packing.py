@@ -118,7 +118,6 @@ def pack(
     for number, start in enumerate(range(0, len(sequences), unit)):
         # The last common token is repeated in each branch.
         group = sequences[start : start + unit]
-        # Scores of sequences are read back whole, so that transcripts share nothing but in a trie.
         shares = packing and unit > 1 and not any(sequence.restarts for sequence in group)
         shared = shared_tokens(group) - 1 if shares else 0
         parent = len(pieces)
@@ -228,6 +227,7 @@ def pack(
         per_sequence=per_sequence,
         parents=in_rows(segment_of[parent_of][piece], np.int32) if (unit > 1 or trie) and packing else None,
         interleaved=trie and bool(packing),
+        places=in_rows(place, np.int32),
         pictures=packed_pictures,
         experts=replayed([x.experts for x in sequences]),
         candidates=replayed([x.candidates for x in sequences]),

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from tunix.data.packing import pack
 from tunix.data.pipeline import pictures_of_row
 from tunix.mesh import bytes_of
 from tunix.models.model import Model
@@ -166,8 +165,7 @@ class Recorder(Rehearsal):
             spec, params = (scored.spec, scored.all) if isinstance(scored, Trained) else (scored, scored.params)
             model, microbatcher = spec.model, spec.microbatcher
             scorer = Scorer(model, microbatcher, subject.policy.spec.length)
-            plain = [replace(x, per_token={}, per_sequence={}) for x in sequences]
-            batch = pack(plain, size or len(plain), scorer.length, packing=True)
+            batch = replace(scorer, microbatcher=replace(microbatcher, pictures=0)).packed(sequences, size)
             shapes = programs.microbatches_of(batch, microbatcher, microbatcher.pictures, model.config.vision)
             name = kind if kind != "logprobs" else "log-probs" if of == "policy" else f"{of}'s log-probs"
             named = {"policy": ("weights",), "critic": ("critic and its moments",), "teacher": subject.teacher_reads}

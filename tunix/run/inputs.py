@@ -126,7 +126,7 @@ def open_stream(setup: Setup, inputs: Inputs, collector: Collector, total: int) 
                 together=together,
                 multiple=microbatcher.multiple,
                 pictures=pictures_of_row(data, microbatcher.unit),
-                trie=setup.trie,
+                trie=microbatcher.trie,
             ),
             taught=taught.taught,
             tolerance=setup.tolerance,

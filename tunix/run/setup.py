@@ -219,15 +219,9 @@ class Setup:
         return max(whole, self.sampled_row_length(self.answers_together))
 
     @property
-    def trie(self) -> bool:
-        """Whether transcripts of an episode share what they begin with; see `pack`."""
-        rollout = self.recipe.rollout
-        return rollout.history == "template" or bool(rollout.environment and rollout.environment.agent)
-
-    @property
     def branched(self) -> bool:
         """Whether segments of a row see tokens of others; see `types.Batch.parents`."""
-        return self.microbatcher.unit > 1 or self.trie
+        return self.microbatcher.unit > 1 or self.microbatcher.trie
 
     @cached_property
     def microbatcher(self) -> Microbatcher:
@@ -237,7 +231,9 @@ class Setup:
         micro = None if recipe.micro_batch_size is None else max(recipe.micro_batch_size // together, 1)
         size, packing = recipe.sequences_per_update // unit, bool(recipe.data.packing)
         rows = rows_per_microbatch(self.mesh, size, micro, self.length, packing)
-        return Microbatcher(rows, self.mesh, unit, recipe.data.pictures or 0)
+        rollout = recipe.rollout
+        trie = rollout.history == "template" or bool(rollout.environment and rollout.environment.agent)
+        return Microbatcher(rows, self.mesh, unit, recipe.data.pictures or 0, trie)
 
     # Models
 

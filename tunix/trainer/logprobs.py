@@ -7,7 +7,7 @@ Axes: B rows, T time, S sequences, M micro-batches, R rows of a micro-batch.
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Literal, overload
 
@@ -78,7 +78,7 @@ class Scorer:
         size: int | None = None,
         temperature: float = 1.0,
     ) -> List[np.ndarray]:
-        """`[T]` numbers of each sequence, 0 for its first token.
+        """`[T]` numbers of each sequence, 0 for its first token, and for untrained ones where transcripts share some.
 
         `logprobs` are those of each token given the tokens before; `values` are at t of the state before token t, and
         require a value head.
@@ -90,7 +90,7 @@ class Scorer:
             size: number of sequences that the compiled shape is made for; calls of one size compile once.
             temperature: divides the logits.
         """
-        batch, number = self.packed(sequences, size), len(sequences)
+        batch = self.packed(sequences, size)
         with jax.set_mesh(self.microbatcher.mesh):
             microbatches = self.microbatcher.place(batch)
             if kind == "values":
@@ -103,14 +103,22 @@ class Scorer:
         @cache
         def arrived() -> list[np.ndarray]:
             values = np.asarray(stacked)
-            return unpack(values.reshape(-1, values.shape[-1])[: batch.tokens.shape[0]], batch, number)
+            lengths = [len(x.tokens) for x in sequences]
+            return unpack(values.reshape(-1, values.shape[-1])[: batch.tokens.shape[0]], batch, lengths)
 
-        return Later(number, lambda i: arrived()[i])
+        return Later(len(sequences), lambda i: arrived()[i])
 
     def packed(self, sequences: List[Sequence], size: int | None) -> Batch:
         """The sequences in rows, as many as `size` of them can need."""
-        size, splits = size or len(sequences), self.microbatcher
-        return pack(sequences, size, self.length, packing=True, multiple=splits.multiple, pictures=splits.pictures)
+        splits = self.microbatcher
+        return pack(
+            [replace(x, per_token={}, per_sequence={}) for x in sequences],
+            size or len(sequences),
+            self.length,
+            multiple=splits.multiple,
+            pictures=splits.pictures,
+            trie=splits.trie and splits.unit == 1,
+        )
 
     @cached_property
     def _logprobs(self):
@@ -151,10 +159,13 @@ def each_microbatch(compute: Callable[[Batch], jax.Array], microbatches: Microba
     return loop(microbatches.filled, body, empty, usual=microbatches.number)
 
 
-def unpack(rows: np.ndarray, batch: Batch, number: int) -> list[np.ndarray]:
-    """Splits per-token values `[B T]` of a packed batch into one array for each sequence, in their order."""
-    real = np.asarray(batch.segment_ids) > 0
-    owners, values = np.asarray(batch.sequence_ids)[real], rows[real]
-    # Rows are read left to right, so a stable sort by owner keeps each sequence's own order.
-    order = np.argsort(owners, kind="stable")
-    return np.split(values[order], np.cumsum(np.bincount(owners, minlength=number))[:-1])
+def unpack(rows: np.ndarray, batch: Batch, lengths: List[int]) -> list[np.ndarray]:
+    """Splits per-token values `[B T *width]` of a packed batch into one array for each sequence, of these lengths.
+
+    Of a trie, where a token may be left out or stand behind another branch, those that are trained; the others have 0.
+    """
+    real, starts = np.asarray(batch.loss_mask if batch.interleaved else batch.segment_ids > 0), np.cumsum([0, *lengths])
+    owners, places = (np.asarray(x)[real] for x in (batch.sequence_ids, batch.places))
+    values = np.zeros((starts[-1], *rows.shape[2:]), rows.dtype)
+    values[starts[owners] + places] = rows[real]
+    return np.split(values, starts[1:-1])

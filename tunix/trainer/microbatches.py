@@ -79,6 +79,7 @@ class Microbatches:
             per_sequence=self.per_sequence,
             pictures=jax.tree.map(lambda x: x[index], self.pictures),
             interleaved=self.interleaved,
+            places=None,
             teacher=None,  # it has read the batch by then
         )
 
@@ -94,6 +95,8 @@ class Microbatcher:
     """Sequences that share a row in a batch with `parents`, e.g. 4."""
     pictures: int = 0
     """Pictures of a row at most where sequences are packed one by one, e.g. 2; 0 where the model sees none."""
+    trie: bool = False
+    """Whether transcripts of an episode share what they begin with; see `pack`."""
 
     @property
     def multiple(self) -> int:

@@ -333,7 +333,8 @@ class Compute:
                 ]
             for listed, of_rows in zip(outputs, zip(*parts, strict=True), strict=True):
                 whole = np.concatenate([np.asarray(x) for x in of_rows], axis=1)[:, : len(batch.tokens)]
-                for number, values in zip(members, unpack(np.moveaxis(whole, 0, -1), batch, len(members)), strict=True):
+                lengths = [len(x.tokens) for x in sequences]
+                for number, values in zip(members, unpack(np.moveaxis(whole, 0, -1), batch, lengths), strict=True):
                     listed[number] = values[1:] if width else values[1:, 0]
         return outputs
 
