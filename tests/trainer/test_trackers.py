@@ -354,6 +354,7 @@ def test_wandb_has_numbers_and_a_table(tmp_path: Path, monkeypatch: pytest.Monke
     run = Wandb("tests", tmp_path, {"seed": 0}, "abcd1234", -1.0)
     run.send(7, {"loss": 0.5}, [SAMPLE, {"step": 7, "prompt": [1, 2], "completion": "b", "expected": 4}])
     run.close()
+    wandb.teardown()  # its service writes the last block when it ends
     (stored,) = (tmp_path / "wandb").glob("offline-run-*-abcd1234/*.wandb")
     assert b"samples" in stored.read_bytes()
     (table,) = (tmp_path / "wandb").glob("offline-run-*/files/media/table/*.json")
