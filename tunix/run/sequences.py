@@ -14,7 +14,7 @@ def sequences_of(update: Update) -> Iterator[dict[str, Any]]:
     the loss reads of it, by name.
 
     A number that is not finite becomes a string, since JSON has none. A prompt that is stored once for several
-    completions is part of each.
+    completions is part of each, and of a trie of transcripts each token is listed once.
     """
     for number, batch in enumerate(update.batches):
         segments, owners = np.asarray(batch.segment_ids), np.asarray(batch.sequence_ids)
@@ -24,12 +24,15 @@ def sequences_of(update: Update) -> Iterator[dict[str, Any]]:
             if batch.parents is not None:
                 seen = np.isin(segments, np.asarray(batch.parents)[inside]) & inside.any(axis=1, keepdims=True)
                 shown = inside | (seen & ~np.asarray(batch.loss_mask))
+            at = np.nonzero(shown)
+            if batch.places is not None:  # branches lie between the tokens of what they continue
+                at = tuple(x[np.argsort(np.asarray(batch.places)[at])] for x in at)
             values = {"weight": batch.weights[sequence]}
             if update.rewards:
                 values["reward"] = update.rewards[number][sequence]
             values |= {name: x[sequence] for name, x in batch.per_sequence.items()}
             row = {name: finite_or_text(float(x)) for name, x in values.items()}
-            lists = {name: list(map(finite_or_text, np.asarray(x)[shown].tolist())) for name, x in arrays.items()}
+            lists = {name: list(map(finite_or_text, np.asarray(x)[at].tolist())) for name, x in arrays.items()}
             yield {"update": number, "sequence": sequence, **row, **lists}
 
 
