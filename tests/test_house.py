@@ -264,7 +264,7 @@ BUDGETS = {
     "recipe keys": 292,
     "recipe keys of GRPO": 39,
     "files in the closure of algorithms/grpo": 15,
-    "lines in the closure of algorithms/grpo": 3_988,
+    "lines in the closure of algorithms/grpo": 3_990,
     "banned local names": 0,
     "files with private names of others": 6,
 }
