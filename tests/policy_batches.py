@@ -63,7 +63,7 @@ def inputs_of(batch: Batch, entropy: bool = False, values: bool = False) -> Loss
 
 def rows(batch: Batch, start: int, end: int) -> Batch:
     """Some rows of a batch as a pass of its own: per-sequence arrays and counts stay those of the whole."""
-    names = ("tokens", "positions", "segment_ids", "loss_mask", "sequence_ids")
+    names = ("tokens", "positions", "segment_ids", "loss_mask", "sequence_ids", "places")
     own = {name: getattr(batch, name)[start:end] for name in names}
     return replace(batch, **own, per_token={name: x[start:end] for name, x in batch.per_token.items()})
 

@@ -209,7 +209,7 @@ class ProductsConfig(Config):
     compute: Literal["fp8"]
     """`fp8` multiplies 8-bit floats: weights and activations in e4m3, gradients of activations in e5m2 (Micikevicius et
     al. 2022, https://arxiv.org/abs/2209.05433), each token and each output scaled by a power of two, summed in float32.
-    Gradients of weights, experts, routers, norms, attention, tables and head stay in `dtype`. For NVIDIA's GPUs from
+    Gradients of weights, routers, norms, attention, tables and head stay in `dtype`. For NVIDIA's GPUs from
     compute capability 8.9 on (L4, L40, H100, H200, Blackwell) and TPU v7x; a CPU computes the same, slowly."""
 
 

@@ -26,7 +26,7 @@ FINDS: dict[str, tuple[str, str]] = {
     "no letter of Unicode": ('a: "\\U00110000"', r"recipe: not readable as YAML: chr\(\) arg not in range"),
     "no number of C": (
         'a: "\\UFFFFFFFF"',
-        "recipe: not readable as YAML: (signed integer is greater|Python int too large)",
+        "recipe: not readable as YAML: (signed integer is greater|Python int too large|chr)",
     ),
     "a zero byte": ("a: \0", "recipe: not readable as YAML: unacceptable character #x0000"),
     "half a character": ("a: \ud800", "recipe: not readable as YAML: unacceptable character #xd800"),

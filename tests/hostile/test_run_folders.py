@@ -21,10 +21,10 @@ FILES = ("recipe.yaml", "metrics.jsonl", "samples.jsonl", "spans.jsonl", "judge.
     ("file", "text"),
     [
         ("metrics.jsonl", '{"step": 1, "a": 1}\n{}\n'),  # no step in the last row
-        ("metrics.jsonl", '{"step": 1, "a": ' + "[" * 3000 + "]" * 3000 + "}\n"),
+        ("metrics.jsonl", '{"step": 1, "a": ' + "[" * 100_000 + "]" * 100_000 + "}\n"),
         (
             "samples.jsonl",
-            json.dumps(sample(1, 0, 1, rewards={"a": 1}))[:-1] + ', "x": ' + "[" * 3000 + "]" * 3000 + "}\n",
+            json.dumps(sample(1, 0, 1, rewards={"a": 1}))[:-1] + ', "x": ' + "[" * 100_000 + "]" * 100_000 + "}\n",
         ),
         ("metrics.jsonl", '{"step": 1, "a": 1e308}\n' * 800),  # a mean that no float holds
         ("judge.jsonl", '{"verdict": ' + "[" * 900 + "]" * 900 + "}\n"),

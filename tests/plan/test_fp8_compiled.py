@@ -13,12 +13,26 @@ import pytest
 
 from tests.plan.test_decoding_compiled import told
 from tests.trainers import PLAIN
+from tunix.models.families.table import small
 
 D, F, LAYERS = 256, 1536, 3
 CONFIG = replace(PLAIN, vocab_size=1024, num_layers=LAYERS, d_model=D, num_heads=4, num_kv_heads=2, head_dim=128, ffn=F)
 
 
-def compile_step_for(topology: str, compute: str) -> None:
+EXPERTS = replace(
+    small("qwen3_moe"),
+    vocab_size=1024,
+    num_layers=LAYERS,
+    d_model=D,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=128,
+    ffn=512,
+)
+CONFIGS = {"dense": CONFIG, "mixture": EXPERTS}
+
+
+def compile_step_for(topology: str, compute: str, shape: str = "dense") -> None:
     """Compiles a step of training and prints its products and what it writes."""
     from benchmarks.shapes import Shape
     from tunix.algorithms.sft.algorithm import SFT
@@ -34,7 +48,8 @@ def compile_step_for(topology: str, compute: str) -> None:
 
     chips.prepare()
     mesh, settings = build_mesh(MeshConfig(), chips.devices_of(topology)), OptimizerConfig()
-    model = Model(CONFIG, dtype="bfloat16", remat="block", compute="fp8" if compute == "fp8" else None)
+    config = CONFIGS[shape]
+    model = Model(config, dtype="bfloat16", remat="block", compute="fp8" if compute == "fp8" else None)
     spec = TrainerSpec(
         model=model,
         mesh=mesh,
@@ -45,11 +60,11 @@ def compile_step_for(topology: str, compute: str) -> None:
         seed=0,
     )
     params = model.abstract(dict.fromkeys(model.shapes, "float32"), mesh)
-    batch = programs.microbatches_of(Shape("", CONFIG, 1, 2048).batch(), spec.microbatcher)
+    batch = programs.microbatches_of(Shape("", config, 1, 2048).batch(), spec.microbatcher)
     tell(programs.step(spec, params, {}, batch, SFT(SFTConfig()).objective))
 
 
-def compile_decoding_for(topology: str, compute: str) -> None:
+def compile_decoding_for(topology: str, compute: str, shape: str = "dense") -> None:
     """Compiles the decoding of a sampler and prints its products and what it writes."""
     from tunix.config import MeshConfig
     from tunix.mesh import build_mesh
@@ -60,7 +75,7 @@ def compile_decoding_for(topology: str, compute: str) -> None:
 
     chips.prepare()
     mesh = build_mesh(MeshConfig(), chips.devices_of(topology))
-    model = Model(CONFIG, dtype="bfloat16", compute="fp8" if compute == "fp8" else None)
+    model = Model(CONFIGS[shape], dtype="bfloat16", compute="fp8" if compute == "fp8" else None)
     sizes = Engine(model, mesh, slots=64, max_length=512).sizes
     weights = programs.views(model, mesh, model.abstract(dict.fromkeys(model.shapes, "float32"), mesh))
     tell(programs.decoding(model, mesh, weights, programs.state_of(model, mesh, sizes), sizes))
@@ -73,7 +88,10 @@ def tell(lowered: Any) -> None:
     text = lowered.compile().as_text()
     homes = parsed(text).computations.values()
     dots = [(dot.operands[:2], home) for home in homes for dot in home.values() if dot.opcode == "dot"]
-    types = [" x ".join(dtype(home[name].kind) for name in operands) for operands, home in dots]
+    # Kernels for experts have the rows and the matrices last.
+    calls = [(call.operands[-2:], home) for home in homes for call in home.values() if call.opcode == "custom-call"]
+    kinds = [[dtype(home[name].kind) for name in operands] for operands, home in dots + calls]
+    types = [" x ".join(x) for x in kinds[: len(dots)]] + [" x ".join(x) for x in kinds[len(dots) :] if "f8" in x[-1]]
     print(json.dumps({"products": types, "written": [kind for _, kind, _ in largest(text, 10_000)]}))
 
 
@@ -100,9 +118,25 @@ def test_a_step_multiplies_8_bits_and_writes_no_wide_weights():
 
 
 @pytest.mark.slow
+def test_a_step_multiplies_experts_in_8_bits():
+    step, plain = (told(compile_step_for, "h100:1", compute, "mixture") for compute in ("fp8", "none"))
+    # Forward three products of experts and two of attention, q, k and v being joined; recomputed are all but the last
+    # of both. Then the gradients of the inputs of seven matrices.
+    assert step["products"].count("f8e4m3fn x f8e4m3fn") == (3 + 2) + (2 + 2)
+    assert step["products"].count("f8e5m2 x f8e4m3fn") == 3 + 4
+    copies = {"[1,8,256,512]", "[1,8,512,256]"}
+    assert {kind.split("[")[0] for kind in step["written"] if kind.removeprefix("f8e4m3fn") in copies} == {"f8e4m3fn"}
+    assert not [kind for kind in step["written"] if kind.removeprefix("bf16") in copies]
+    assert [kind for kind in plain["written"] if kind.removeprefix("bf16") in copies]
+
+
+@pytest.mark.slow
 def test_decoding_reads_weights_in_8_bits():
     decoding = told(compile_decoding_for, "h100:1", "fp8")
     assert decoding["products"].count("f8e4m3fn x f8e4m3fn") == 4 * LAYERS
     assert [x for x in decoding["products"] if "f8" not in x] == ["bf16 x bf16"]  # the head
     # They are read as they are stored: nothing is transposed for the kernels.
     assert matrices(decoding["written"]) == set()
+    decoding = told(compile_decoding_for, "h100:1", "fp8", "mixture")
+    assert decoding["products"].count("f8e4m3fn x f8e4m3fn") == 5 * LAYERS
+    assert not [kind for kind in decoding["written"] if "512,256]" in kind or "256,512]" in kind]

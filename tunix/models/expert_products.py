@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Num, Shaped
 
 from tunix.mesh import platform
 from tunix.models.grouped_products import grouped_gradients, grouped_products
-from tunix.models.quantization.formats import dequantize
+from tunix.models.quantization.formats import dequantize, in_own_digits, rounded_matrix, rounded_to_fp8
 from tunix.util.loops import loop
 
 
@@ -49,6 +49,34 @@ class RoundedBank(NamedTuple):
         # Tied to x: a sampling loop would otherwise dequantize all layers before it starts, and hold them.
         values, _ = jax.lax.optimization_barrier((self.values, jax.lax.stop_gradient(x)))
         return jax.vmap(dequantize)(values, self.scales).astype(self.like.dtype)
+
+
+class Fp8Bank(NamedTuple):
+    """A matrix of each expert, multiplied in 8-bit floats as `layers.project_in_fp8` does."""
+
+    matrices: Shaped[Array, "E D F"]
+    """As they train, or their values in e4m3."""
+    scales: Float[Array, "E 1 F"] | None
+    """The scales of those values, which have no gradient; None where the matrices train."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`(E, D, F)`."""
+        return self.matrices.shape
+
+    def products(self, x: Float[Array, "_ _"], by_token: bool, transposed: bool, where: "Routes") -> jax.Array:
+        """As `_products`, in the dtype of `x`."""
+        values, scales = self
+        if scales is None:
+            values, scales = jax.vmap(partial(rounded_matrix, contracted=1))(values)
+        ends = jnp.cumsum(where.sizes)
+        expert = jnp.searchsorted(ends[:-1], jnp.arange(len(where.pairs)), side="right")
+        outputs, pulled = taken(scales[:, 0], expert), x
+        if transposed:
+            pulled, by_token = in_own_digits(taken(x, where.tokens) if by_token else x) * outputs, False
+        few, scale = rounded_to_fp8(pulled, jnp.float8_e5m2 if transposed else jnp.float8_e4m3fn, (1,))
+        y = _products(few, by_token, values, transposed, where) * (taken(scale, where.tokens) if by_token else scale)
+        return (y if transposed else y * outputs).astype(x.dtype)
 
 
 LEAST, MOST = 8, 32
@@ -113,8 +141,8 @@ in_rows.defvjp(
 )
 
 
-Matrices = Float[Array, "E D F"] | RoundedBank
-"""Rounded ones are frozen, and have no gradient."""
+Matrices = Float[Array, "E D F"] | RoundedBank | Fp8Bank
+"""Those that are stored rounded are frozen, and have no gradient."""
 
 
 @jax.custom_vjp
@@ -126,17 +154,22 @@ def to_experts(x: Float[Array, "n D"], matrices: Matrices, where: Routes) -> Flo
     return _products(x, True, matrices, False, where)
 
 
-def _backward(by_token: bool, saved: tuple, d: Float[Array, "_ F"]) -> tuple[jax.Array, jax.Array | None, None]:
+def _backward(by_token: bool, saved: tuple, d: Float[Array, "_ F"]) -> tuple[jax.Array, Matrices | None, None]:
     """The gradients of `to_experts`, or of `from_experts`, whose gradient `d` and not its inputs are by token."""
     x, matrices, where = saved
     d_x = _products(d, not by_token, matrices, True, where)
     d_x = sums(d_x, where.places, where.computed) if by_token else d_x
-    return d_x, None if x is None else _gradients((x, d), (by_token, not by_token), matrices, where), None
+    if x is None:
+        return d_x, None, None
+    if isinstance(matrices, Fp8Bank):  # sums over tokens, whose scales cannot be taken out of them
+        return d_x, Fp8Bank(_gradients((x, d), (by_token, not by_token), matrices.matrices, where), None), None
+    return d_x, _gradients((x, d), (by_token, not by_token), matrices, where), None
 
 
 def _saved(x: jax.Array, matrices: Matrices, where: Routes) -> tuple:
-    """What the backward pass reads: not the rows of rounded matrices."""
-    return None if isinstance(matrices, RoundedBank) else x, matrices, where
+    """What the backward pass reads: not the rows of matrices that are stored rounded."""
+    frozen = isinstance(matrices, RoundedBank) or (isinstance(matrices, Fp8Bank) and matrices.scales is not None)
+    return None if frozen else x, matrices, where
 
 
 to_experts.defvjp(
@@ -177,7 +210,7 @@ def taken(x: Num[Array, "n D"], index: Int[Array, "*a"]) -> Num[Array, "*a D"]:
 def _products(
     x: Float[Array, "_ _"],
     by_token: bool,
-    matrices: Float[Array, "E _ _"] | RoundedBank,
+    matrices: Float[Array, "E _ _"] | RoundedBank | Fp8Bank,
     transposed: bool,
     where: Routes,
 ) -> Float[Array, "r _"]:
@@ -185,8 +218,11 @@ def _products(
 
     Args:
         x: what the rows are, or the tokens that they are gathered from (`by_token`).
-        matrices: on a CPU, rounded ones are dequantized when it is their expert's turn, and there if it has rows.
+        matrices: on a CPU, rounded ones are dequantized when it is their expert's turn, and there if it has rows. Of
+            8-bit floats the products are float32.
     """
+    if isinstance(matrices, Fp8Bank):
+        return matrices.products(x, by_token, transposed, where)
     if platform() != "cpu":
         matrices = matrices.whole(x) if isinstance(matrices, RoundedBank) else matrices
         rows = taken(x, where.tokens) if by_token else x
@@ -197,12 +233,13 @@ def _products(
         def block(size: int, at: jax.Array, y: jax.Array) -> jax.Array:
             matrix = matrices.matrix(number) if isinstance(matrices, RoundedBank) else matrices[number]
             matrix = matrix.T if transposed else matrix
-            return jax.lax.dynamic_update_slice_in_dim(y, rows(at, size) @ matrix, at, axis=0)
+            product = jnp.matmul(rows(at, size), matrix, preferred_element_type=y.dtype)
+            return jax.lax.dynamic_update_slice_in_dim(y, product, at, axis=0)
 
         return _over_blocks(block, where.blocks, start, end, y)
 
-    outputs = matrices.shape[1 if transposed else 2]
-    return _over_experts(expert, where, jnp.zeros((len(where.pairs), outputs), x.dtype))
+    outputs, kind = matrices.shape[1 if transposed else 2], jnp.float32 if x.dtype.itemsize == 1 else x.dtype
+    return _over_experts(expert, where, jnp.zeros((len(where.pairs), outputs), kind))
 
 
 def _gradients(

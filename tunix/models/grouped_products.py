@@ -47,6 +47,7 @@ def triton_products(
 ) -> Float[Array, "r _"]:
     """As `grouped_products.grouped_products`: rows after those of all groups are not written, and hold anything."""
     number, inner = rows.shape
+    kind = jnp.float32 if rows.dtype.itemsize == 1 else jnp.promote_types(rows.dtype, matrices.dtype)
     outputs, experts = matrices.shape[1 if transposed else 2], len(sizes)
     block = _side(pl.cdiv(number, experts))
     # The group of each tile of at most `block` rows, its first row, and the row after the last of its group. Tiles that
@@ -59,7 +60,7 @@ def triton_products(
     return pl.pallas_call(
         partial(_product, block=block, side=_side(outputs), strip=_strip(rows, inner), transposed=transposed),
         grid=(pl.cdiv(outputs, _side(outputs)), len(groups)),
-        out_shape=jax.ShapeDtypeStruct((number, outputs), jnp.promote_types(rows.dtype, matrices.dtype)),
+        out_shape=jax.ShapeDtypeStruct((number, outputs), kind),
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
         interpret=platform() == "cpu",
         name="grouped_product",
@@ -101,6 +102,9 @@ def _product(
             matrix = triton.load(matrices.at[group, columns, some], mask=there[:, None] & within[None], other=0.0).T
         else:
             matrix = triton.load(matrices.at[group, some, columns], mask=within[:, None] & there[None], other=0.0)
+        if x.dtype.itemsize == 1 and x.dtype != matrix.dtype:
+            # Pallas multiplies no e5m2 with e4m3; bfloat16 has the numbers of both.
+            x, matrix = x.astype(jnp.bfloat16), matrix.astype(jnp.bfloat16)
         return total + jnp.dot(x, matrix, preferred_element_type=jnp.float32)
 
     steps = pl.cdiv(inner, strip) * (start < stop).astype(jnp.int32)
@@ -134,7 +138,8 @@ def _side(numbers: int) -> int:
 
 def _strip(x: jax.Array, numbers: int) -> int:
     """How many of the numbers that are summed are read at once."""
-    return min(STRIP // x.dtype.itemsize, max(pl.next_power_of_2(numbers), LEAST_SIDE))
+    least = LEAST_SIDE if x.dtype.itemsize > 1 else 2 * LEAST_SIDE
+    return min(STRIP // x.dtype.itemsize, max(pl.next_power_of_2(numbers), least))
 
 
 BLOCK = 128
@@ -211,7 +216,8 @@ def described(specs: Sequence[GroupedSpec]) -> str:
 def grouped_products(
     rows: Float[Array, "r _"], matrices: Float[Array, "E _ _"], sizes: Int[Array, "E"], *, transposed: bool
 ) -> Float[Array, "r _"]:
-    """Each group's rows times its matrix, `[D, F]`; rows after those of all groups hold anything, NaN as well.
+    """Each group's rows times its matrix, `[D, F]`, of 8-bit floats in float32; rows after those of all groups hold
+    anything, NaN as well.
 
     Args:
         rows: `[r, D]`, or `[r, F]` where the matrices are transposed.
@@ -221,7 +227,10 @@ def grouped_products(
     if name == "triton":
         return triton_products(rows, matrices, sizes, transposed=transposed)
     if name == "ragged_dot":
-        return jax.lax.ragged_dot(rows, jnp.swapaxes(matrices, 1, 2) if transposed else matrices, sizes)
+        matrices, kind = jnp.swapaxes(matrices, 1, 2) if transposed else matrices, None
+        if rows.dtype.itemsize == 1:  # no compiler is known to have such a kernel; bfloat16 has the same numbers
+            rows, matrices, kind = rows.astype(jnp.bfloat16), matrices.astype(jnp.bfloat16), jnp.float32
+        return jax.lax.ragged_dot(rows, matrices, sizes, preferred_element_type=kind)
     numbers = {"ragged_dot_dimension_numbers": TRANSPOSED} if transposed else {}
     if transposed:
         # The kernel has them transposed first. XLA would do so with the stack of all layers, before its loop over them.

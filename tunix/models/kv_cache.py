@@ -62,7 +62,9 @@ def unstack(model: Model, params: Params) -> Weights:
         """A parameter as it is stored, and its scales where it is in 8 bits."""
         views, module = {name: in_compute(name, model.on_grid(name, x), model.dtype)}, module_of(name)
         if module in model.in_fp8:
-            views[name], views[name + SCALE] = rounded_matrix(views[name], model.matrices[module].contracted)
+            rounded = partial(rounded_matrix, contracted=model.matrices[module].contracted)
+            rounded = jax.vmap(rounded) if model.matrices[module].stacked else rounded
+            views[name], views[name + SCALE] = rounded(views[name])
         if module in model.turned:
             inputs = range(model.matrices[module].contracted)
             views[name] = jnp.moveaxis(views[name], inputs, range(-len(inputs), 0))
@@ -90,8 +92,8 @@ def view_axes(model: Model, name: str) -> Axes:
     axes, module = model.axes[name][name.startswith(LAYERS) :], module_of(name)
     if not (of_scales or module in model.turned):
         return axes
-    inputs = model.matrices[module].contracted
-    return (None, *axes[inputs:]) if of_scales else (*axes[inputs:], *axes[:inputs])
+    inputs, stacked = model.matrices[module].contracted, model.matrices[module].stacked
+    return (*axes[:stacked], None, *axes[stacked + inputs :]) if of_scales else (*axes[inputs:], *axes[:inputs])
 
 
 def magnified(model: Model) -> bool:

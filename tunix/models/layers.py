@@ -81,6 +81,8 @@ class Stored(nnx.Module):
     stacked: bool = False
     """Whether the first axis is that of experts, each of which is rounded for itself."""
     quantized: bool = False
+    fp8: bool = False
+    """Whether its products are those of 8-bit floats (`Model.compute`)."""
     simulated: Simulated | None = None
     """What is rounded in simulation (QAT): inputs where the product is computed, weights by `on_grid`, which whoever
     casts them calls."""
@@ -162,8 +164,6 @@ class Projection(Stored):
         """Whether `w_lora_m` holds the results of `gain`, computed once for decoding."""
         self.turned = False
         """Whether `w` is stored with its contracted axes last (`Model.turned`)."""
-        self.fp8 = False
-        """Whether the product is one of 8-bit floats (`Model.compute`)."""
 
     def __call__(self, x: jax.Array, dropout_keys: TokenKeys | None = None) -> jax.Array:
         """The product with the matrix, with adapter and bias where there are any.

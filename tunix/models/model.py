@@ -47,6 +47,7 @@ from tunix.models.layers import (
 )
 from tunix.models.moe import CHOSEN, Bank
 from tunix.models.quantization.formats import SCALE, Quantization, Simulated, in_compute, is_scale
+from tunix.models.quantization.modules import BANKS
 from tunix.models.scan import Others, Remat, Weights, over_layers
 from tunix.models.token_logprobs import token_logprobs
 from tunix.models.vision import TOWERS, seen_ahead, with_pictures
@@ -122,8 +123,8 @@ class Decoder(nnx.Module):
                 if model.quantization is not None:
                     for name, matrix in matrices.items():
                         matrix.quantize(name, model.quantization)
-                for name, projection in block.projections().items():
-                    projection.fp8 = model.compute == "fp8" and name not in IN_DTYPE
+                for name, matrix in matrices.items():
+                    matrix.fp8 = model.compute == "fp8" and name not in IN_DTYPE
                 return block
 
             return made(rngs)
@@ -172,7 +173,7 @@ class Model:
     simulated: tuple[tuple[str, Simulated], ...] = ()
     """Projections with simulated rounding (QAT) by name, and what each rounds; made by `formats.simulated`."""
     compute: Literal["fp8"] | None = None
-    """In what the layers' matrices are multiplied (`layers.project_in_fp8`), but for `IN_DTYPE` and experts; None: in
+    """In what the layers' matrices are multiplied (`layers.project_in_fp8`), but for `IN_DTYPE`; None: in
     `dtype`."""
     cache_dtype: CacheType | None = None
     """What attention in packed rows rounds keys and values to, as a sampler's cache does, with gradients as if it did
@@ -527,10 +528,11 @@ class Model:
         paths = {name: self._paths.get(f"layers/{name}") for name in weights}
         placed = {path[1:]: weights[name] for name, path in paths.items() if path is not None}
         block, turned = self._decoder.structures[mixer].block(placed), self.turned
-        for name, projection in block.projections().items():
-            projection.has_gains, projection.turned = has_gains, name in turned
-            if projection.fp8:  # `kv_cache.unstack` rounded it
-                projection.w_scale, projection.quantized = nnx.Param(weights[f"{name}/w{SCALE}"]), True
+        for name, matrix in block.matrices().items():
+            if isinstance(matrix, Projection):
+                matrix.has_gains, matrix.turned = has_gains, name in turned
+            if matrix.fp8:  # `kv_cache.unstack` rounded it
+                matrix.w_scale, matrix.quantized = nnx.Param(weights[f"{name}/w{SCALE}"]), True
         return block
 
     @property
@@ -542,7 +544,7 @@ class Model:
         as long as with the transposed matrix, whose rows are shorter.
         """
         if platform() != "cpu":
-            return self.in_fp8 if platform() == "gpu" else frozenset()
+            return self.in_fp8.difference(BANKS) if platform() == "gpu" else frozenset()
         narrow = [name for name, x in self.matrices.items() if isinstance(x, Projection) and x.contracted == 1]
         matrices = {name: self.shapes[f"layers/{name}/w"][1:] for name in narrow}
         page = PAGE // jnp.dtype(self.dtype).itemsize
@@ -551,8 +553,8 @@ class Model:
 
     @cached_property
     def in_fp8(self) -> frozenset[str]:
-        """Projections whose product is one of 8-bit floats."""
-        return frozenset(name for name, x in self.matrices.items() if isinstance(x, Projection) and x.fp8)
+        """Matrices whose products are those of 8-bit floats."""
+        return frozenset(name for name, x in self.matrices.items() if x.fp8)
 
 
 @lru_cache(maxsize=16)

@@ -40,6 +40,7 @@ from tunix.errors import UserError
 from tunix.mesh import Axes, constrain, partition, platform
 from tunix.models.config import EXPERTS, DecoderConfig, Experts
 from tunix.models.expert_products import (
+    Fp8Bank,
     Matrices,
     RoundedBank,
     Routes,
@@ -121,8 +122,10 @@ class Bank(Stored):
         return arrays, specs
 
 
-def _matrices(bank: Arrays, x: Float[Array, "_ _"]) -> Matrices:
+def _matrices(bank: Arrays, x: Float[Array, "_ _"], fp8: bool) -> Matrices:
     """What multiplies `x`: a bank's matrices, or how they are rounded."""
+    if fp8:
+        return Fp8Bank(bank["w"], bank.get("w_scale"))
     return RoundedBank(bank["w"], bank["w_scale"], x[:0, 0]) if "w_scale" in bank else bank["w"]
 
 
@@ -380,7 +383,7 @@ class MixtureOfExperts(GatedFFN):
 
         def product(bank: Arrays) -> Float[Array, "r F"]:
             """Each pair's token times its expert's matrix, with the bias where there is one."""
-            y = to_experts(tokens, _matrices(bank, tokens), where)
+            y = to_experts(tokens, _matrices(bank, tokens, self.gates.fp8), where)
             if "b" not in bank:
                 return y
             # A product with rows that are 1 at their expert: a gather's gradient would be scattered. What rows of pairs
@@ -399,7 +402,7 @@ class MixtureOfExperts(GatedFFN):
         gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
         weights = in_rows(choice.weights.reshape(-1, active), where)[:, None]
         rows = (joined(self.activation, self.experts.clamp, gate, up) * weights).astype(x.dtype)
-        mixed = from_experts(rows, _matrices(downs, rows), where)
+        mixed = from_experts(rows, _matrices(downs, rows, self.downs.fp8), where)
         if self.downs.scale is not None:
             narrow = self.downs.scale * to_experts(rows[: where.places.size], downs["w_lora_a"], by_row(where))
             mixed = mixed + from_experts(narrow, downs["w_lora_b"], where)

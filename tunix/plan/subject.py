@@ -204,7 +204,7 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
     chosen = (
         setup.mesh_reason if mesh.size > 1 else None,
         attention,
-        experts_line(source.decoder, dtype, mesh),
+        experts_line(source.decoder, recipe.model, mesh),
         remat_line(spec),
         sampling_line(setup) if setup.samples else None,
     )

@@ -65,7 +65,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     mesh = setup.mesh
     check_staleness(setup)
     model, attention = attention_of(source.decoder, recipe.model, mesh, setup.length, branched=setup.branched)
-    check_products(source.decoder, model.dtype, mesh)
+    check_products(source.decoder, model, mesh)
     check_exchange(source.decoder, mesh)
     recipe = recipe.model_copy(update={"model": model})
 

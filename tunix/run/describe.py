@@ -87,7 +87,7 @@ def details(setup: Setup, learner: Learner, inputs: Inputs, total: int, attentio
         products = matmuls_line(
             [] if rounding is None else [(rounding.base, None)], model.dtype, fp8=model.compute == "fp8"
         )
-    experts = experts_line(decoder, recipe.model.dtype, mesh)
+    experts = experts_line(decoder, recipe.model, mesh)
     yield "; ".join(filter(None, (products, attention, experts, remat_line(setup.spec))))
     if setup.samples:
         yield sampling_line(setup)

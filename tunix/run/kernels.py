@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tunix.config import DType, ModelConfig
+from tunix.config import ModelConfig
 from tunix.errors import UserError
 from tunix.models.attention import attend
 from tunix.models.attention.attend import Implementation, spec_of
@@ -62,20 +62,21 @@ def attention_of(
     return model, line
 
 
+E4M3 = "float8_e4m3fn"
 EXCHANGED = 1e-5
 """The largest relative difference of float32 numbers that are sent, multiplied by a whole number and added up."""
 
 
-def experts_line(config: DecoderConfig, dtype: DType, mesh: Mesh) -> str | None:
+def experts_line(config: DecoderConfig, model: ModelConfig, mesh: Mesh) -> str | None:
     """Which kernels multiply the experts on GPUs, and why no faster ones: `experts: triton (mosaic: ...)`.
 
     None on other devices, which have no choice, and for a model without experts.
     """
-    spec = _expert_spec(config, dtype, mesh)
-    return None if spec is None or spec.capability is None else f"experts: {described([spec])}"
+    specs = _expert_specs(config, model, mesh)
+    return f"experts: {described(specs)}" if specs and specs[0].capability is not None else None
 
 
-def check_products(config: DecoderConfig, dtype: DType, mesh: Mesh) -> None:
+def check_products(config: DecoderConfig, model: ModelConfig, mesh: Mesh) -> None:
     """Refuses devices whose kernels for experts give other numbers than plain products (`models/kernel_gates.py`).
 
     Nothing is asked of a CPU, which has no kernel, nor for a model without experts.
@@ -83,17 +84,16 @@ def check_products(config: DecoderConfig, dtype: DType, mesh: Mesh) -> None:
     Raises:
         UserError: they do, and by how much.
     """
-    spec = _expert_spec(config, dtype, mesh)
-    if spec is None or _platform(mesh) == "cpu":
-        return
-    d, f = spec.widths
-    if (apart := grouped_difference(d, f, dtype)) > LIMIT:
-        mosaic = implementation(spec) == "mosaic"
-        remedy = "uninstall tokamax, which leaves them to Triton kernels" if mosaic else "try another version of jax"
-        raise UserError(
-            f"model: the kernels that multiply experts of {d} x {f} are off plain products by {apart:.2g} "
-            f"of their size on this device, more than {LIMIT}: {remedy}"
-        )
+    for spec in [] if _platform(mesh) == "cpu" else _expert_specs(config, model, mesh):
+        (d, f), dtype = spec.widths, spec.dtypes[0]
+        if (apart := grouped_difference(d, f, dtype)) > LIMIT:
+            remedy = "leave out model.quantization" if dtype == E4M3 else "try another version of jax"
+            if implementation(spec) == "mosaic":
+                remedy = "uninstall tokamax, which leaves them to Triton kernels"
+            raise UserError(
+                f"model: the kernels that multiply experts of {d} x {f} in {dtype} are off plain products by "
+                f"{apart:.2g} of their size on this device, more than {LIMIT}: {remedy}"
+            )
 
 
 def check_exchange(config: DecoderConfig, mesh: Mesh) -> None:
@@ -114,13 +114,14 @@ def check_exchange(config: DecoderConfig, mesh: Mesh) -> None:
         )
 
 
-def _expert_spec(config: DecoderConfig, dtype: DType, mesh: Mesh) -> GroupedSpec | None:
-    """The products of an expert on one device; None for a model without experts."""
+def _expert_specs(config: DecoderConfig, model: ModelConfig, mesh: Mesh) -> list[GroupedSpec]:
+    """The products of an expert on one device, those of 8-bit floats first; none for a model without experts."""
     if config.experts is None:
-        return None
+        return []
     split = mesh.shape["tensor"]
     f = config.ffn // split if config.ffn % split == 0 else config.ffn
-    return GroupedSpec(ALIGNED, (config.d_model, f), (dtype, dtype), capability(mesh.devices.flat[0]))
+    dtypes = [model.dtype] if model.quantization is None else [E4M3, model.dtype]
+    return [GroupedSpec(ALIGNED, (config.d_model, f), (x, x), capability(mesh.devices.flat[0])) for x in dtypes]
 
 
 def _platform(mesh: Mesh) -> str:

@@ -21,15 +21,20 @@ from tunix.config import MeshConfig
 from tunix.data.packing import pack
 from tunix.errors import UserError
 from tunix.lora.config import AdapterConfig
+from tunix.models import expert_products, grouped_products
+from tunix.models.expert_products import Fp8Bank, from_experts, routes, to_experts
+from tunix.models.families.table import small
 from tunix.models.kv_cache import unstack
 from tunix.models.layers import Adapter, Projection, project, project_in_fp8
 from tunix.models.model import IN_DTYPE, Model
-from tunix.models.quantization.formats import check_multiplies_fp8, dequantize
+from tunix.models.quantization.formats import check_multiplies_fp8, dequantize, rounded_matrix
+from tunix.models.quantization.modules import BANKS
 from tunix.types import Sequence
 
 pytestmark = pytest.mark.models
 
 LOSS = SFT(SFTConfig()).objective
+MIXTURE = replace(small("qwen3_moe"), vocab_size=96)
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 SPEC = "BTD,DNH->BTNH"
 
@@ -132,32 +137,97 @@ def test_a_token_does_not_depend_on_its_neighbours(config):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
-def test_the_sampler_stores_eight_bits_of_what_the_trainer_rounds():
-    model = Model(RICH, dtype="bfloat16", compute="fp8")
-    params = trainer(RICH, compute="fp8").learner.params
+@pytest.mark.parametrize("config", [RICH, MIXTURE], ids=["rich", "mixture"])
+def test_the_sampler_stores_eight_bits_of_what_the_trainer_rounds(config):
+    model = Model(config, dtype="bfloat16", compute="fp8")
+    params = trainer(config, compute="fp8").learner.params
     weights = jax.jit(unstack, static_argnums=0)(model, params)
     wide = [name for name, x in weights.layers[0].items() if name.endswith("/w") and x.dtype != jnp.float8_e4m3fn]
-    assert all("norm" in name for name in wide), wide
+    assert all("norm" in name or "router" in name for name in wide), wide
     assert len(wide) < len(weights.layers[0])
     for name in model.in_fp8:
-        w, contracted = np.asarray(params[f"layers/{name}/w"].astype(jnp.bfloat16), np.float32), 2 if name == "o" else 1
+        w, inputs = (
+            np.asarray(params[f"layers/{name}/w"].astype(jnp.bfloat16), np.float32),
+            (0, 1) if name == "o" else (0,),
+        )
+        whole, inputs = (jax.vmap(dequantize), (1,)) if name in BANKS else (dequantize, inputs)
         for layer, matrix in zip(weights.layers, w, strict=True):
-            stored = dequantize(layer[f"{name}/w"], layer[f"{name}/w_scale"])
-            np.testing.assert_allclose(stored, rounded(matrix, E4M3, tuple(range(contracted))), rtol=1e-6)
+            stored = whole(layer[f"{name}/w"], layer[f"{name}/w_scale"])
+            np.testing.assert_allclose(stored, rounded(matrix, E4M3, inputs), rtol=1e-6)
 
 
-def test_rates_of_states_and_experts_keep_their_dtype():
+def test_rates_of_states_and_routers_keep_their_dtype():
     assert IN_DTYPE == ("beta", "decay")
     assert Model(PLAIN, compute="fp8").in_fp8 == {"q", "k", "v", "o", "gate", "up", "down"}
+    assert Model(MIXTURE, compute="fp8").in_fp8 == {"q", "k", "v", "o", "gates", "ups", "downs"}
     assert Model(PLAIN).in_fp8 == frozenset()
+
+
+@pytest.mark.parametrize("where", ["turns", *slow(["triton", "ragged_dot"])])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_products_of_experts_are_those_of_numpy(dtype, where, monkeypatch):
+    """Seven tokens with two of four experts each; the third expert has none, and one pair is not computed."""
+    if where != "turns":
+        monkeypatch.setattr(expert_products, "platform", lambda: "gpu")
+        monkeypatch.setattr(grouped_products, "implementation", lambda spec: where)
+    experts = np.array([[0, 1], [1, 3], [3, 0], [0, 1], [1, 0], [3, 1], [0, 3]])
+    computed = np.ones((7, 2), bool)
+    computed[4, 1] = False
+    sent = routes(jnp.asarray(experts), 4, jnp.asarray(computed))
+    keys, out = jax.random.split(jax.random.key(0), 4), float(jnp.finfo(dtype).eps)
+    x, d = (jax.random.normal(key, (7, width), dtype) for key, width in zip(keys, (40, 24), strict=False))
+    w = jax.random.normal(keys[2], (4, 40, 24), dtype)
+    cast = np.asarray(w, np.float32)
+    w_in_8, scales = rounded(cast, E4M3, (1,)), powers(cast, E4M3, (1,))[:, 0]
+
+    def there(token: int) -> list[int]:
+        return [int(e) for e, real in zip(experts[token], computed[token], strict=True) if real]
+
+    def few(x: np.ndarray, kind: type) -> np.ndarray:
+        return rounded(x[None], kind, (1,))[0]
+
+    # Each token's products with its experts, in the order of the rows; and the sum of its own.
+    wide, narrow = (np.asarray(x, np.float32) for x in (x, d))
+    rows, backward = jax.vjp(lambda x, w: to_experts(x, Fp8Bank(w, None), sent), x, w)
+    pairs = [(int(p) // 2, int(experts.reshape(-1)[p])) for p in sent.pairs[:13]]
+    theirs = np.stack([few(wide[t], E4M3) @ w_in_8[e] for t, e in pairs])
+    np.testing.assert_allclose(np.asarray(rows, np.float64)[:13], theirs, rtol=out, atol=4e-5)
+    pull = jnp.zeros_like(rows).at[:13].set(d[jnp.asarray([t for t, _ in pairs])])
+    dx, dw = backward(pull)
+    assert (rows.dtype, dx.dtype, dw.dtype) == (dtype, dtype, dtype)
+    pulled = np.zeros((7, 40))
+    for t, e in pairs:
+        back = few(narrow[t] * scales[e], E5M2) @ (w_in_8[e] / scales[e]).T
+        pulled[t] += np.asarray(jnp.asarray(back, dtype), np.float64)
+    np.testing.assert_allclose(np.asarray(dx, np.float64), pulled, rtol=2 * out, atol=20 * out)
+    # The matrices' gradients are those of products that round nothing.
+    plain = jax.vjp(lambda w: to_experts(x, w, sent), w)[1](pull)[0]
+    np.testing.assert_array_equal(dw, plain)
+
+    mixed, backward = jax.vjp(lambda rows, w: from_experts(rows, Fp8Bank(w, None), sent), pull, w.swapaxes(1, 2))
+    turned = rounded(cast.swapaxes(1, 2), E4M3, (1,))
+    theirs = np.zeros((7, 40))
+    for t, e in pairs:
+        theirs[t] += np.asarray(jnp.asarray(few(narrow[t], E4M3) @ turned[e], dtype), np.float64)
+    np.testing.assert_allclose(np.asarray(mixed, np.float64), theirs, rtol=2 * out, atol=20 * out)
+    # What a sampler stores gives the same, and has no gradient.
+    stored = Fp8Bank(*jax.vmap(partial(rounded_matrix, contracted=1))(w))
+    assert stored.matrices.dtype == E4M3
+    again, of_x = jax.vjp(lambda x: to_experts(x, stored, sent), x)
+    np.testing.assert_array_equal(again[:13], rows[:13])
+    np.testing.assert_array_equal(of_x(pull)[0], dx)
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("llama", "bfloat16"), *slow([("llama", "float32"), ("rich", "bfloat16"), ("qwen2", "float32")])],
+    [
+        ("llama", "bfloat16"),
+        ("mixture", "bfloat16"),
+        *slow([("llama", "float32"), ("mixture", "float32"), ("rich", "bfloat16"), ("qwen2", "float32")]),
+    ],
 )
 def test_what_is_sampled_is_what_is_trained(name, dtype):
-    ours = trainer(SHAPES[name], compute="fp8", dtype=dtype, length=24)
+    ours = trainer({**SHAPES, "mixture": MIXTURE}[name], compute="fp8", dtype=dtype, length=24)
     for _ in range(2):
         ours.step(pack(sequences(6), 6, 24), LOSS)
     # bfloat16's gate. What was measured: 0.02.
