@@ -254,9 +254,9 @@ def test_check_does_not_wake_a_device(tiny: tuple[str, ...]):
 
 
 BUDGETS = {
-    "lines": 62_850,
+    "lines": 62_910,
     "files": 302,
-    "functions": 3_160,
+    "functions": 3_162,
     "short functions used once": 97,
     "short files with one importer": 9,
     "calls with bundles": 40,
@@ -268,11 +268,11 @@ BUDGETS = {
     "banned local names": 0,
     "files with private names of others": 6,
 }
-"""What a reader has to hold at most. A change that makes one less lowers it here. Raised three times: from 49,000
+"""What a reader has to hold at most. A change that makes one less lowers it here. Raised four times: from 49,000
 lines and 218 keys by what connects other people's worlds (environments, tools, mixtures, curricula, judges,
 evaluations), from 53,300 lines by the doors of `tunix serve`: chats and streams in OpenAI's form, training by Tinker's
-protocol, agents and what they asked, evaluation harnesses; and from 62,600 lines and 285 keys by several teachers and
-stored ones, SDPO, penalties over all ids, episodes that are carried over and the watchdog."""
+protocol, agents and what they asked, evaluation harnesses, from 62,600 lines and 285 keys by several teachers and
+stored ones, SDPO, penalties over all ids, episodes that are carried over and the watchdog, and by experts in 8 bits."""
 
 
 def test_the_house_keeps_its_budgets():

@@ -267,13 +267,17 @@ def test_an_adapter_learns_on_a_base_in_fp8(dora):
     assert_same_as_full_forward(ours, *drawn(ours), atol=0.25)
 
 
-@pytest.mark.slow
-def test_a_mesh_and_micro_batches_change_no_gradient():
+@pytest.mark.parametrize(
+    ("config", "mesh"),
+    slow([(PLAIN, {"fsdp": 2, "tensor": 2, "data": 2}), (MIXTURE, {"fsdp": 2, "tensor": 2, "expert": 2})]),
+    ids=["dense", "mixture"],
+)
+def test_a_mesh_and_micro_batches_change_no_gradient(config, mesh):
     batch = pack(sequences(12), 12, 24)
-    ours = trainer(compute="fp8", rows=8)
+    ours = trainer(config, compute="fp8", rows=8)
     for other in (
-        trainer(compute="fp8", rows=8, devices=8, mesh=MeshConfig(fsdp=2, tensor=2, data=2)),
-        trainer(compute="fp8", rows=2),
+        trainer(config, compute="fp8", rows=8, devices=8, mesh=MeshConfig(**mesh)),
+        trainer(config, compute="fp8", rows=2),
     ):
         a, b = (float(x.forward_backward(batch, LOSS)["train/loss"]) for x in (ours, other))
         assert a == pytest.approx(b, abs=1e-3)
