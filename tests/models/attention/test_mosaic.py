@@ -140,6 +140,7 @@ def test_a_part_of_the_queries_has_its_part_of_the_intervals():
 
 
 def test_what_the_kernel_lacks():
+    pytest.importorskip("tokamax")
     spec = spec_of(jnp.zeros((B, T, N, H), jnp.bfloat16), jnp.zeros((B, T, K, H), jnp.bfloat16), rows(True), None)
     assert "compute capability 9 or 10" in str(mosaic.lacks(spec))
     hopper = replace(spec, platform="gpu", capability=9.0)
