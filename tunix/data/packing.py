@@ -12,7 +12,7 @@ theirs.
 
 A branch repeats the last token that both share: its state predicts the first token that differs.
 
-Transcripts of an episode may be a trie: the others branch off one of them, the trunk, which goes on after them.
+Transcripts of an episode may be a trie: others branch off some of them, the trunks, which go on after them.
 
     row      p0 p1 p2 | p3 a0 a1 | p3 b0 b1 b2 | b3 c0 | b3 d0 d1 |
     segment   1  1  1 |  2  2  2 |  1  1  1  1 |  3  3 |  1  1  1 |
@@ -271,12 +271,15 @@ def branched(sequence: Sequence, trie: bool) -> list[tuple[int, int, int, int, i
         """The tokens that are left out with these trunks."""
         return int(np.delete(leaves[trunks].max(axis=0, initial=0), trunks).sum())
 
-    number, trunks = range(len(bounds)), []
-    while saved([*trunks, more := max(number, key=lambda i: saved([*trunks, i]))]) > saved(trunks):
+    every, trunks = range(len(bounds)), list[int]()
+    while True:
+        more = max(every, key=lambda i: saved([*trunks, i]))
+        if saved([*trunks, more]) <= saved(trunks):
+            break
         trunks.append(more)
-    leaves[np.setdiff1d(number, trunks)] = leaves[:, trunks] = 0
+    leaves[np.setdiff1d(every, trunks)] = leaves[:, trunks] = 0
     # What shares nothing with a trunk is one, without branches.
-    trunk_of = np.where(leaves.any(axis=0), leaves.argmax(axis=0), number)
+    trunk_of = np.where(leaves.any(axis=0), leaves.argmax(axis=0), every)
     pieces: list[tuple[int, int, int, int, int]] = []
     for trunk in dict.fromkeys(trunk_of.tolist()):
         (begin, end), first, done = bounds[trunk], len(pieces), 0

@@ -59,11 +59,6 @@ class Fp8Bank(NamedTuple):
     scales: Float[Array, "E 1 F"] | None
     """The scales of those values, which have no gradient; None where the matrices train."""
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """`(E, D, F)`."""
-        return self.matrices.shape
-
     def products(self, x: Float[Array, "_ _"], by_token: bool, transposed: bool, where: "Routes") -> jax.Array:
         """As `_products`, in the dtype of `x`."""
         values, scales = self
@@ -74,8 +69,9 @@ class Fp8Bank(NamedTuple):
         outputs, pulled = taken(scales[:, 0], expert), x
         if transposed:
             pulled, by_token = in_own_digits(taken(x, where.tokens) if by_token else x) * outputs, False
-        few, scale = rounded_to_fp8(pulled, jnp.float8_e5m2 if transposed else jnp.float8_e4m3fn, (1,))
-        y = _products(few, by_token, values, transposed, where) * (taken(scale, where.tokens) if by_token else scale)
+        rounded, scale = rounded_to_fp8(pulled, jnp.float8_e5m2 if transposed else jnp.float8_e4m3fn, (1,))
+        scale = taken(scale, where.tokens) if by_token else scale
+        y = _products(rounded, by_token, values, transposed, where) * scale
         return (y if transposed else y * outputs).astype(x.dtype)
 
 

@@ -243,8 +243,8 @@ def grouped_difference(d: int, f: int, dtype: str) -> float:
 def _measured(d: int, f: int, dtype: str) -> float:
     """The largest relative difference of a product and its two gradients."""
     shapes = ((sum(SIZES), d), (sum(SIZES), f), (len(SIZES), d, f))
-    keys, few = jax.random.split(jax.random.key(0), 3), jnp.dtype(dtype).itemsize == 1
-    kinds = (dtype, "float8_e5m2" if few else dtype, dtype)
+    keys, in_8_bits = jax.random.split(jax.random.key(0), 3), jnp.dtype(dtype).itemsize == 1
+    kinds = (dtype, "float8_e5m2" if in_8_bits else dtype, dtype)
     drawn = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
     inputs = [x.astype(kind) for x, kind in zip(drawn, kinds, strict=True)]
 
@@ -253,14 +253,14 @@ def _measured(d: int, f: int, dtype: str) -> float:
         rows, pulls = (jnp.pad(x, ((0, FOREIGN), (0, 0)), constant_values=np.nan) for x in (rows, pulls))
         products = grouped_products(rows, matrices, sizes, transposed=False)
         back = grouped_products(pulls, matrices, sizes, transposed=True)
-        gradients = () if few else (grouped_gradients(rows, pulls, matrices, sizes),)
+        gradients = () if in_8_bits else (grouped_gradients(rows, pulls, matrices, sizes),)
         return products[:-FOREIGN], back[:-FOREIGN], *gradients
 
     def plain(rows: jax.Array, pulls: jax.Array, matrices: jax.Array) -> tuple[jax.Array, ...]:
         groups = [np.s_[end - size : end] for size, end in zip(SIZES, np.cumsum(SIZES), strict=True)]
         products = [rows[group] @ w for group, w in zip(groups, matrices, strict=True)]
         back = [pulls[group] @ w.T for group, w in zip(groups, matrices, strict=True)]
-        gradients = () if few else (jnp.stack([rows[group].T @ pulls[group] for group in groups]),)
+        gradients = () if in_8_bits else (jnp.stack([rows[group].T @ pulls[group] for group in groups]),)
         return jnp.concatenate(products), jnp.concatenate(back), *gradients
 
     return _apart(results, plain, inputs)

@@ -173,8 +173,7 @@ class Model:
     simulated: tuple[tuple[str, Simulated], ...] = ()
     """Projections with simulated rounding (QAT) by name, and what each rounds; made by `formats.simulated`."""
     compute: Literal["fp8"] | None = None
-    """In what the layers' matrices are multiplied (`layers.project_in_fp8`), but for `IN_DTYPE`; None: in
-    `dtype`."""
+    """In what the layers' matrices are multiplied (`layers.project_in_fp8`), but for `IN_DTYPE`; None: in `dtype`."""
     cache_dtype: CacheType | None = None
     """What attention in packed rows rounds keys and values to, as a sampler's cache does, with gradients as if it did
     not; None: nothing. What reads a cache rounds as that says."""

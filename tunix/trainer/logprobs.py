@@ -90,7 +90,7 @@ class Scorer:
             size: number of sequences that the compiled shape is made for; calls of one size compile once.
             temperature: divides the logits.
         """
-        batch = self.packed(sequences, size)
+        batch, lengths = self.packed(sequences, size), [len(x.tokens) for x in sequences]
         with jax.set_mesh(self.microbatcher.mesh):
             microbatches = self.microbatcher.place(batch)
             if kind == "values":
@@ -103,10 +103,9 @@ class Scorer:
         @cache
         def arrived() -> list[np.ndarray]:
             values = np.asarray(stacked)
-            lengths = [len(x.tokens) for x in sequences]
             return unpack(values.reshape(-1, values.shape[-1])[: batch.tokens.shape[0]], batch, lengths)
 
-        return Later(len(sequences), lambda i: arrived()[i])
+        return Later(len(lengths), lambda i: arrived()[i])
 
     def packed(self, sequences: List[Sequence], size: int | None) -> Batch:
         """The sequences in rows, as many as `size` of them can need."""

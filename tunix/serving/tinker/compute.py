@@ -322,7 +322,7 @@ class Compute:
                         columns[f"{name}/{k}"] = np.append(np.float32(0), column)  # a place after its token
                 tokens = np.append(data[i].tokens, 0).astype(np.int32)
                 sequences.append(Sequence(tokens, np.arange(len(tokens)) > 0, per_token=columns))
-            batch = pack(sequences, len(sequences), length)
+            batch, lengths = pack(sequences, len(sequences), length), [len(x.tokens) for x in sequences]
             number = rows_per_microbatch(self.mesh, 1 << 30, None, length, packing=False)
             placed, alone = Microbatcher(number, self.mesh).place(batch), np.ones(1, np.float32)
             with self._lock, jax.set_mesh(self.mesh):
@@ -333,7 +333,6 @@ class Compute:
                 ]
             for listed, of_rows in zip(outputs, zip(*parts, strict=True), strict=True):
                 whole = np.concatenate([np.asarray(x) for x in of_rows], axis=1)[:, : len(batch.tokens)]
-                lengths = [len(x.tokens) for x in sequences]
                 for number, values in zip(members, unpack(np.moveaxis(whole, 0, -1), batch, lengths), strict=True):
                     listed[number] = values[1:] if width else values[1:, 0]
         return outputs
