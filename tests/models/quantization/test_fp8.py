@@ -24,7 +24,7 @@ from tunix.lora.config import AdapterConfig
 from tunix.models import expert_products, grouped_products
 from tunix.models.expert_products import Fp8Bank, from_experts, routes, to_experts
 from tunix.models.families.table import small
-from tunix.models.kv_cache import unstack
+from tunix.models.kv_cache import unstack, view_axes
 from tunix.models.layers import Adapter, Projection, project, project_in_fp8
 from tunix.models.model import IN_DTYPE, Model
 from tunix.models.quantization.formats import check_multiplies_fp8, dequantize, rounded_matrix
@@ -151,6 +151,10 @@ def test_the_sampler_stores_eight_bits_of_what_the_trainer_rounds(config):
             (0, 1) if name == "o" else (0,),
         )
         whole, inputs = (jax.vmap(dequantize), (1,)) if name in BANKS else (dequantize, inputs)
+        if name in BANKS:  # a device has the scales of its experts and outputs
+            expert, _, outputs = view_axes(model, f"layers/{name}/w")
+            assert view_axes(model, f"layers/{name}/w_scale") == (expert, None, outputs)
+            assert expert is not None
         for layer, matrix in zip(weights.layers, w, strict=True):
             stored = whole(layer[f"{name}/w"], layer[f"{name}/w_scale"])
             np.testing.assert_allclose(stored, rounded(matrix, E4M3, inputs), rtol=1e-6)
